@@ -1,0 +1,118 @@
+"""Every error that this package raises on purpose, in one tree.
+
+::
+
+    SnapshotError
+    ├── SnapshotNotFoundError      (FileNotFoundError)   nothing at that path
+    ├── NotASnapshotError          (ValueError)          something else is at that path
+    ├── MetadataError              (ValueError)          .snapshot_metadata is damaged or inconsistent
+    ├── DataError                  (ValueError)          a data file does not hold what the metadata says
+    │   ├── MissingDataError       (FileNotFoundError)   a data file is gone
+    │   └── ChecksumError                                bytes changed since they were written
+    ├── EntryNotFoundError         (KeyError)            the snapshot has no such key
+    ├── TargetMismatchError        (ValueError)          the tensor to load into has another dtype or shape
+    ├── UnsafeObjectError          (UnpicklingError)     a value needs code that is not on the allow-list
+    ├── UnsupportedValueError      (TypeError)           a value cannot be stored
+    ├── UnsupportedFeatureError    (NotImplementedError) this version cannot do that
+    └── StorageError               (OSError)             the storage refused; ``errno`` says why
+        └── StoragePermissionError (PermissionError)
+
+Each message names the place, what was expected, what was found and what to do. Each class also derives from the
+builtin that a caller would reach for, so ``except FileNotFoundError`` keeps working.
+"""
+
+import pickle
+from typing import NoReturn
+
+__all__ = [
+    "ChecksumError",
+    "DataError",
+    "EntryNotFoundError",
+    "MetadataError",
+    "MissingDataError",
+    "NotASnapshotError",
+    "SnapshotError",
+    "SnapshotNotFoundError",
+    "StorageError",
+    "StoragePermissionError",
+    "TargetMismatchError",
+    "UnsafeObjectError",
+    "UnsupportedFeatureError",
+    "UnsupportedValueError",
+    "raise_storage_error",
+]
+
+
+class SnapshotError(Exception):
+    """Base of all errors of this package."""
+
+
+class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
+    """There is nothing at the path of the snapshot."""
+
+
+class NotASnapshotError(SnapshotError, ValueError):
+    """What is at the path is no snapshot: another kind of checkpoint, an ordinary folder, an unfinished save."""
+
+
+class MetadataError(SnapshotError, ValueError):
+    """``.snapshot_metadata`` cannot be understood or contradicts itself."""
+
+
+class DataError(SnapshotError, ValueError):
+    """A data file does not hold what the metadata says."""
+
+
+class MissingDataError(DataError, FileNotFoundError):
+    """A data file that the metadata names does not exist."""
+
+
+class ChecksumError(DataError):
+    """The bytes of a data file differ from those that were written."""
+
+
+class EntryNotFoundError(SnapshotError, KeyError):
+    """The snapshot holds nothing under that key."""
+
+    def __str__(self) -> str:
+        # KeyError shows repr(message), which turns a sentence into a quoted string.
+        return Exception.__str__(self)
+
+
+class TargetMismatchError(SnapshotError, ValueError):
+    """The tensor to load into does not have the dtype or shape of the stored one."""
+
+
+class UnsafeObjectError(SnapshotError, pickle.UnpicklingError):
+    """Reading a value would run code that is not on the allow-list, and the caller did not ask for that."""
+
+
+class UnsupportedValueError(SnapshotError, TypeError):
+    """A value cannot be stored."""
+
+
+class UnsupportedFeatureError(SnapshotError, NotImplementedError):
+    """This version does not offer what was asked for."""
+
+
+class StorageError(SnapshotError, OSError):
+    """The storage refused an operation (disk full, input/output error, …)."""
+
+
+class StoragePermissionError(StorageError, PermissionError):
+    """The storage refused an operation for lack of permission."""
+
+
+def raise_storage_error(operation: str, path: str, error: OSError) -> NoReturn:
+    """Re-raise an operating system error as a `StorageError` that says which operation failed where.
+
+    Args:
+        operation: What was tried, as a verb phrase: ``"write 4096 bytes at offset 0 of"``.
+        path: The file or folder.
+        error: What the operating system said.
+
+    Raises:
+        StorageError: Always; with the ``errno`` of ``error``.
+    """
+    kind = StoragePermissionError if isinstance(error, PermissionError) else StorageError
+    raise kind(error.errno, f"could not {operation} {path}: {error.strerror or error}") from error

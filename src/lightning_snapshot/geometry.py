@@ -1,0 +1,144 @@
+"""Boxes in n-dimensional arrays: the arithmetic of chunks, shards and resharding.
+
+All offsets and sizes are in elements. A *flat* index counts elements in row-major order. No torch, no I/O.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+__all__ = [
+    "Box",
+    "boxes_of_flat_range",
+    "find_tiling_defect",
+    "flat_cover",
+    "intersect",
+    "split_first_dimension",
+    "whole",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The half-open box ``[offsets[d], offsets[d] + sizes[d])`` in every dimension ``d``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 for a box without dimensions."""
+        return prod(self.sizes)
+
+    def relative_to(self, origin: Sequence[int]) -> "Box":
+        """The same box, seen from ``origin``."""
+        return Box(tuple(o - base for o, base in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of an array."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that covers an array of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; ``None`` if they share no element."""
+    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    sizes = tuple(
+        min(ao + asize, bo + bsize) - o
+        for ao, asize, bo, bsize, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+    )
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def boxes_of_flat_range(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Cut the flat range ``[begin, end)`` of an array into boxes, in row-major order.
+
+    Each box is contiguous in row-major order, so consecutive stretches of the range belong to consecutive boxes. There
+    are at most ``2 * len(sizes) - 1`` of them.
+
+    Args:
+        sizes: Shape of the array, without zeros.
+        begin: First flat index.
+        end: Flat index behind the last one; ``begin < end <= prod(sizes)``.
+    """
+    if len(sizes) <= 1:
+        yield Box((begin,) * len(sizes), (end - begin,) * len(sizes))
+        return
+    row = prod(sizes[1:])
+    first, head = divmod(begin, row)
+    last, tail = divmod(end, row)
+    if first == last:
+        yield from _in_row(first, sizes, head, tail)
+        return
+    if head:
+        yield from _in_row(first, sizes, head, row)
+        first += 1
+    if first < last:
+        yield Box((first,) + (0,) * (len(sizes) - 1), (last - first, *sizes[1:]))
+    if tail:
+        yield from _in_row(last, sizes, 0, tail)
+
+
+def _in_row(row: int, sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    for box in boxes_of_flat_range(sizes[1:], begin, end):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def flat_cover(sizes: Sequence[int], box: Box) -> tuple[int, int]:
+    """The smallest flat range of an array that holds all elements of a non-empty box inside it."""
+    begin = end = 0
+    for size, offset, extent in zip(sizes, box.offsets, box.sizes, strict=True):
+        begin = begin * size + offset
+        end = end * size + offset + extent - 1
+    return begin, end + 1
+
+
+def split_first_dimension(sizes: Sequence[int], item_bytes: int, limit_bytes: int) -> list[Box]:
+    """Cut an array along dimension 0 into pieces of at most ``limit_bytes`` where rows allow (FORMAT 6.1).
+
+    Args:
+        sizes: Shape of the array.
+        item_bytes: Bytes of an element.
+        limit_bytes: Bytes of a piece; a single row may be larger.
+    """
+    total = prod(sizes) * item_bytes
+    if total <= limit_bytes or not sizes:
+        return [whole(sizes)]
+    pieces = -(-total // limit_bytes)
+    rows = -(-sizes[0] // pieces)
+    rest = tuple(sizes[1:])
+    return [
+        Box((first,) + (0,) * len(rest), (min(rows, sizes[0] - first), *rest)) for first in range(0, sizes[0], rows)
+    ]
+
+
+def find_tiling_defect(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Say why ``boxes`` do not cover an array of ``shape`` exactly once, or ``None`` if they do.
+
+    Equal boxes count as one: replicas of a shard hold equal data (FORMAT 4.6).
+    """
+    frame = whole(shape)
+    unique = sorted({(box.offsets, box.sizes) for box in boxes})
+    for offsets, sizes in unique:
+        if len(offsets) != len(shape):
+            return f"a piece has {len(offsets)} dimensions, the tensor {len(shape)}"
+        inside = all(o >= 0 and s >= 0 and o + s <= d for o, s, d in zip(offsets, sizes, shape, strict=True))
+        if not inside:
+            return f"the piece at {list(offsets)} of sizes {list(sizes)} leaves the shape {list(shape)}"
+    solid = [Box(offsets, sizes) for offsets, sizes in unique if prod(sizes)]
+    for position, box in enumerate(solid):
+        for other in solid[position + 1 :]:
+            # Sorted by offsets: once a box starts behind this one in dimension 0, so do all that follow.
+            if shape and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break
+            if intersect(box, other):
+                return f"the pieces at {list(box.offsets)} and {list(other.offsets)} overlap"
+    covered = sum(box.volume for box in solid)
+    if covered != frame.volume:
+        return f"the pieces hold {covered} of {frame.volume} elements"
+    return None

@@ -1,0 +1,61 @@
+"""`SnapshotCallback`: what the plugin cannot do alone, because it does not know the Trainer."""
+
+from typing import Any
+
+import torch
+
+from lightning_snapshot.integration.namespaces import bases
+from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
+from lightning_snapshot.tensors import tensors_by_path
+
+__all__ = ["SnapshotCallback"]
+
+
+class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # type: ignore[misc]  # bases depend on what is installed
+    """Lets checkpoints load straight into the model, so that resuming needs no second copy of it in memory.
+
+    Lightning adds it by itself (through an entry point) where the program uses `SnapshotCheckpointIO`. Adding it once
+    more does no harm. Without our plugin it does nothing.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002  # Lightning's hook, either namespace
+        """Called right before Lightning restores a checkpoint."""
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, SnapshotCheckpointIO) and not _may_edit_checkpoint(trainer, pl_module):
+            plugin.read_next_checkpoint_into(lambda: tensors_by_path({"state_dict": pl_module.state_dict()}))
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
+        """Called after the restore, as are the hooks below: a load from now on is somebody else's."""
+        _take_back(trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
+        """See `on_sanity_check_start`."""
+        _take_back(trainer)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+
+def _take_back(trainer: Any) -> None:
+    plugin = trainer.strategy.checkpoint_io
+    if isinstance(plugin, SnapshotCheckpointIO):
+        plugin.read_next_checkpoint_into(None)
+
+
+def _may_edit_checkpoint(trainer: Any, module: torch.nn.Module) -> bool:
+    """Whether somebody sees the loaded checkpoint before the model takes it.
+
+    Whoever does may swap or change tensors, which must then not be the model's own.
+    """
+    hooks = [(module, "on_load_checkpoint"), (module, "load_state_dict")]
+    hooks.extend((callback, "on_load_checkpoint") for callback in trainer.callbacks)
+    if any(getattr(type(owner), name).__module__ not in _DO_NOTHING_HOME for owner, name in hooks):
+        return True
+    return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001  # no public way to ask
+
+
+# Where the versions of these methods live that do not touch a checkpoint.
+_DO_NOTHING_HOME = frozenset(
+    {"torch.nn.modules.module"}
+    | {f"{package}.core.hooks" for package in ("lightning.pytorch", "pytorch_lightning")}
+    | {f"{package}.callbacks.callback" for package in ("lightning.pytorch", "pytorch_lightning")}
+)

@@ -1,0 +1,205 @@
+"""Manifest entries and wanted boxes → which byte ranges of which files go where.
+
+Pure. A manifest is hostile input: everything that can be checked without opening a data file is checked here, before
+memory is taken or a byte is read.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from lightning_snapshot.errors import MetadataError
+from lightning_snapshot.geometry import Box, find_tiling_defect, flat_cover, intersect, whole
+from lightning_snapshot.manifest import (
+    ChunkedTensorEntry,
+    DTensorEntry,
+    ShardedTensorEntry,
+    TensorEntry,
+)
+
+__all__ = ["Blob", "Fetch", "ReadPlan", "StoredTensor", "TensorLike", "plan_read", "stored_tensor"]
+
+TensorLike: TypeAlias = TensorEntry | ChunkedTensorEntry | ShardedTensorEntry | DTensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A box of a tensor in one stretch of one file; ``byte_range`` is ``None`` for the whole file."""
+
+    box: Box
+    location: str
+    byte_range: tuple[int, int] | None
+    is_zip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the manifest describes it, all kinds of entries alike.
+
+    Attributes:
+        dtype: Stored dtype; empty if only the files tell (before 2022-06).
+        shape: Elements per dimension.
+        pieces: Boxes that tile the shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A stretch of a file that holds row-major elements of one piece of a tensor.
+
+    Attributes:
+        path: Logical path of the tensor.
+        location: File.
+        begin_bytes: Start in the file (inclusive).
+        end_bytes: End in the file (exclusive).
+        file_size_bytes: Length that the file must have, or ``None`` if it may hold more than this piece.
+        piece: Global box of the whole piece.
+        first_element: Flat index in the piece of the element at ``begin_bytes``.
+        item_bytes: Bytes of an element.
+        wanted: Global box of the elements to take; the rest of the stretch is passed over.
+    """
+
+    path: str
+    location: str
+    begin_bytes: int
+    end_bytes: int
+    file_size_bytes: int | None
+    piece: Box
+    first_element: int
+    item_bytes: int
+    wanted: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A stretch of a file in ``torch.save``'s format, to be read in one piece.
+
+    Attributes:
+        path: Logical path of the value.
+        location: File.
+        byte_range: ``[begin, end)``; ``None`` for the whole file.
+        piece: Global box of the tensor inside; ``None`` for an object.
+    """
+
+    path: str
+    location: str
+    byte_range: tuple[int, int] | None
+    piece: Box | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What has to be read. ``fetches`` are in order of file and offset."""
+
+    fetches: tuple[Fetch, ...]
+    blobs: tuple[Blob, ...]
+
+
+def stored_tensor(path: str, entry: TensorLike) -> StoredTensor:
+    """The one description of a tensor that all kinds of entries come down to.
+
+    Args:
+        path: Logical path, for messages.
+        entry: The entry as seen by the rank; sharded ones merged over all ranks.
+
+    Raises:
+        MetadataError: The pieces do not tile the tensor, or disagree about its dtype.
+    """
+    if isinstance(entry, TensorEntry):
+        shape = tuple(entry.shape)
+        return StoredTensor(entry.dtype, shape, (_piece(path, whole(shape), entry),))
+    shards = entry.chunks if isinstance(entry, ChunkedTensorEntry) else entry.shards
+    if not shards:
+        msg = f"{path}: a tensor without any piece; its shape and dtype are unknown"
+        raise MetadataError(msg)
+    dtypes = {shard.tensor.dtype for shard in shards}
+    if len(dtypes) > 1:
+        msg = f"{path}: expected one dtype in all pieces, found {sorted(dtypes)}"
+        raise MetadataError(msg)
+    for shard in shards:
+        if tuple(shard.tensor.shape) != tuple(shard.sizes) or len(shard.offsets) != len(shard.sizes):
+            msg = (
+                f"{path}: the piece at {list(shard.offsets)} has sizes {list(shard.sizes)}, but its tensor has shape "
+                f"{list(shard.tensor.shape)}"
+            )
+            raise MetadataError(msg)
+    pieces = tuple(_piece(path, Box(tuple(s.offsets), tuple(s.sizes)), s.tensor) for s in shards)
+    shape = tuple(entry.shape) if isinstance(entry, ChunkedTensorEntry) else _extent(pieces)
+    # Snapshots of autumn 2022 chunk a 0-d tensor as one chunk of shape [1] (FORMAT 4.5).
+    frame = shape if shape or len(pieces[0].box.sizes) == 0 else (1,)
+    defect = find_tiling_defect(frame, [piece.box for piece in pieces])
+    if defect:
+        msg = f"{path}: the stored pieces do not make up the tensor of shape {list(shape)}: {defect}"
+        raise MetadataError(msg)
+    if frame != shape:
+        pieces = tuple(StoredPiece(whole(()), p.location, p.byte_range, p.is_zip) for p in pieces)
+    return StoredTensor(entry.dtype if isinstance(entry, ChunkedTensorEntry) else dtypes.pop(), shape, pieces)
+
+
+def _piece(path: str, box: Box, tensor: TensorEntry) -> StoredPiece:
+    if tensor.serializer not in {"buffer_protocol", "torch_save"}:
+        msg = f"{path}: expected the serializer buffer_protocol or torch_save, found {tensor.serializer!r}"
+        raise MetadataError(msg)
+    return StoredPiece(box, tensor.location, tensor.byte_range, tensor.serializer == "torch_save")
+
+
+def _extent(pieces: Iterable[StoredPiece]) -> tuple[int, ...]:
+    ends = [tuple(o + s for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True)) for piece in pieces]
+    return tuple(max(column) for column in zip(*ends, strict=False))
+
+
+def plan_read(tensors: Mapping[str, tuple[StoredTensor, int, Box]], objects: Mapping[str, str]) -> ReadPlan:
+    """Plan a load.
+
+    Args:
+        tensors: Logical path → tensor, bytes of one of its elements, and the global box that is wanted.
+        objects: Logical path of a value that is read in one piece → its file.
+
+    Raises:
+        MetadataError: A byte range does not have the length that shape and dtype ask for.
+    """
+    fetches: list[Fetch] = []
+    blobs = [Blob(path, location, None, None) for path, location in objects.items()]
+    for path, (tensor, item_bytes, wanted) in tensors.items():
+        taken: set[Box] = set()
+        for piece in tensor.pieces:
+            part = intersect(piece.box, wanted)
+            if part is None or piece.box in taken:
+                continue
+            taken.add(piece.box)
+            if piece.is_zip:
+                blobs.append(Blob(path, piece.location, piece.byte_range, piece.box))
+            else:
+                fetches.append(_fetch(path, piece, item_bytes, part))
+    fetches.sort(key=lambda fetch: (fetch.location, fetch.begin_bytes))
+    return ReadPlan(tuple(fetches), tuple(blobs))
+
+
+def _fetch(path: str, piece: StoredPiece, item_bytes: int, part: Box) -> Fetch:
+    size_bytes = prod(piece.box.sizes) * item_bytes
+    start = 0
+    if piece.byte_range is not None:
+        start = piece.byte_range[0]
+        if piece.byte_range[1] - start != size_bytes:
+            msg = (
+                f"{path}: expected {size_bytes} bytes for shape {list(piece.box.sizes)}, found the range "
+                f"{list(piece.byte_range)} of {piece.byte_range[1] - start} bytes in {piece.location}"
+            )
+            raise MetadataError(msg)
+    first, last = flat_cover(piece.box.sizes, part.relative_to(piece.box.offsets))
+    return Fetch(
+        path=path,
+        location=piece.location,
+        begin_bytes=start + first * item_bytes,
+        end_bytes=start + last * item_bytes,
+        file_size_bytes=size_bytes if piece.byte_range is None else None,
+        piece=piece.box,
+        first_element=first,
+        item_bytes=item_bytes,
+        wanted=part,
+    )

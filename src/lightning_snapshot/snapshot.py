@@ -1,0 +1,208 @@
+"""``Snapshot``: torchsnapshot's API on this project's engine."""
+
+import datetime
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_snapshot.errors import TargetMismatchError, UnsupportedFeatureError
+from lightning_snapshot.manifest import Entry, Manifest
+from lightning_snapshot.options import Options
+from lightning_snapshot.restore import load, read_manifest, read_value
+from lightning_snapshot.save import save
+from lightning_snapshot.stateful import RNGState, Stateful
+from lightning_snapshot.storage import open_storage
+from lightning_snapshot.tensors import tensors_by_path
+
+__all__ = ["Snapshot", "new_save_id"]
+
+
+def new_save_id() -> str:
+    """A name for a save that no other save has, and that sorts by time."""
+    # secrets draws from the operating system, so saving moves none of the random streams of a training run.
+    return f"{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+
+
+class Snapshot:
+    """A snapshot at a path, written by this project or by any version of torchsnapshot.
+
+    Creating the object reads nothing; each method opens the snapshot as it is then.
+
+    Args:
+        path: Folder, as a path or a ``file://`` URL.
+        pg: Process group. One process only for now.
+        storage_options: Passed to the storage.
+        verify: Compare checksums of what is read, where the snapshot has some.
+        trusted: Let stored objects run their own code when they are read. Without it, values that are not known to be
+            plain data raise `UnsafeObjectError`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pg: Any = None,
+        storage_options: dict[str, Any] | None = None,
+        *,
+        verify: bool = True,
+        trusted: bool = False,
+    ) -> None:
+        _refuse_several_ranks(pg)
+        self.path = os.fspath(path)
+        self._storage = open_storage(path, storage_options)
+        defaults = Options.from_env()
+        self._options = Options(defaults.memory_budget_bytes, verify=verify, trusted=trusted)
+
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: Mapping[str, Stateful],
+        pg: Any = None,
+        replicated: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> "Snapshot":
+        """Save the state of some objects.
+
+        Until this returns, the path holds what it held before; then it holds the new snapshot, also after a power
+        cut. The random number generators are as before.
+
+        Args:
+            path: Folder to write. A snapshot, file or link that is there is replaced.
+            app_state: Name → object with ``state_dict``/``load_state_dict``. At most one `RNGState`.
+            pg: Process group. One process only for now.
+            replicated: Glob patterns of paths that all ranks share; with one process everything is stored once anyway.
+            storage_options: Passed to the storage.
+
+        Raises:
+            UnsupportedValueError: A value cannot be stored. Nothing is written.
+            StorageError: The storage failed. What was there before is still there.
+        """
+        snapshot = cls(path, pg, storage_options)
+        del replicated  # one process writes everything once, whatever is replicated
+        states = _state_dicts(app_state)
+        save(states, snapshot._storage, save_id=new_save_id(), options=snapshot._options)
+        return snapshot
+
+    @classmethod
+    def async_take(cls, *_: Any, **__: Any) -> None:
+        """Not offered by this version.
+
+        Raises:
+            UnsupportedFeatureError: Always.
+        """
+        msg = "Snapshot.async_take is not supported yet; use Snapshot.take"
+        raise UnsupportedFeatureError(msg)
+
+    def restore(self, app_state: Mapping[str, Stateful], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # torchsnapshot's signature
+        """Load the state of some objects, in place where a tensor of equal dtype and shape is there.
+
+        Each object reads only its own part of the snapshot. When this raises, tensors of the object that was being
+        restored may be partly filled.
+
+        Args:
+            app_state: Name → object. Names that are only in the snapshot are ignored.
+            strict: Passed to ``load_state_dict`` of modules.
+
+        Raises:
+            EntryNotFoundError: The snapshot has no such name.
+            TargetMismatchError: A parameter or buffer of a module has another shape than the stored one.
+            DataError: A data file is missing or damaged.
+            UnsafeObjectError: A value needs code that is not known to be safe.
+        """
+        _check_rng_states(app_state)
+        for key, stateful in sorted(app_state.items(), key=lambda item: isinstance(item[1], RNGState)):
+            targets = tensors_by_path({key: stateful.state_dict()})
+            state = load(self._storage, rank=0, options=self._options, keys=[key], targets=targets)[key]
+            if isinstance(stateful, torch.nn.Module):
+                _check_shapes(key, targets, state)
+                stateful.load_state_dict(state, strict=strict)
+            else:
+                stateful.load_state_dict(state)
+
+    def read_object(
+        self,
+        path: str,
+        obj_out: torch.Tensor | None = None,
+        memory_budget_bytes: int | None = None,
+    ) -> Any:
+        """Read one value.
+
+        Args:
+            path: ``<rank>/<name>/<key>/…`` as in `get_manifest`; ``%`` and ``/`` in keys are ``%25`` and ``%2F``.
+            obj_out: Tensor to read into; it is returned.
+            memory_budget_bytes: Upper bound of the staging memory.
+
+        Raises:
+            EntryNotFoundError: There is no value under that path, or a container.
+            TargetMismatchError: ``obj_out`` has another dtype or shape than the stored tensor.
+            DataError: A data file is missing or damaged.
+            UnsafeObjectError: The value needs code that is not known to be safe.
+        """
+        options = self._options
+        if memory_budget_bytes is not None:
+            options = Options(memory_budget_bytes, verify=options.verify, trusted=options.trusted)
+        return read_value(self._storage, path, options=options, target=obj_out)
+
+    def get_manifest(self) -> dict[str, Entry]:
+        """All entries: ``<rank>/<path>`` → entry, as in torchsnapshot.
+
+        Raises:
+            SnapshotNotFoundError: There is nothing at the path.
+            NotASnapshotError: There is something else.
+            MetadataError: The metadata is damaged.
+        """
+        return dict(self.metadata.entries)
+
+    def get_state_dict_for_key(self, key: str) -> Any:
+        """The state under a name, with fresh tensors on the CPU; sharded ones in full.
+
+        Raises:
+            EntryNotFoundError: The snapshot has no such name.
+            DataError: A data file is missing or damaged.
+            UnsafeObjectError: A value needs code that is not known to be safe.
+        """
+        return load(self._storage, rank=0, options=self._options, keys=[key])[key]
+
+    @property
+    def metadata(self) -> Manifest:
+        """Version, world size and entries. Raises like `get_manifest`."""
+        return read_manifest(self._storage)
+
+
+def _refuse_several_ranks(pg: Any) -> None:
+    distributed = torch.distributed
+    if pg is None and not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if distributed.get_world_size(pg) > 1:
+        msg = "Snapshot works in one process for now; in a group of several, only SnapshotCheckpointIO does"
+        raise UnsupportedFeatureError(msg)
+
+
+def _check_rng_states(app_state: Mapping[str, Stateful]) -> None:
+    found = [key for key, stateful in app_state.items() if isinstance(stateful, RNGState)]
+    if len(found) > 1:
+        msg = f"expected at most one RNGState, found {found}"
+        raise TargetMismatchError(msg)
+
+
+def _state_dicts(app_state: Mapping[str, Stateful]) -> dict[str, Any]:
+    """All state dicts, with that of the RNGState taken first, and the generator put back at the end."""
+    _check_rng_states(app_state)
+    before = torch.get_rng_state()
+    rng = {key: stateful.state_dict() for key, stateful in app_state.items() if isinstance(stateful, RNGState)}
+    states = {key: rng[key] if key in rng else stateful.state_dict() for key, stateful in app_state.items()}
+    if rng:
+        torch.set_rng_state(before)
+    return states
+
+
+def _check_shapes(key: str, targets: Mapping[str, torch.Tensor], state: Any) -> None:
+    loaded = tensors_by_path({key: state})
+    for path, target in targets.items():
+        value = loaded.get(path)
+        if value is not None and value.shape != target.shape:
+            msg = f"{path}: the module has shape {list(target.shape)}, the snapshot {list(value.shape)}"
+            raise TargetMismatchError(msg)

@@ -1,0 +1,50 @@
+"""The two ready-made stateful objects of torchsnapshot's API, and the protocol that they follow."""
+
+from collections import UserDict
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["RNGState", "StateDict", "Stateful"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives and takes its state: modules, optimizers, schedulers, data loaders, `StateDict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state. Tensors in it are read in place while the snapshot is written."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take the state back."""
+        ...
+
+
+class StateDict(UserDict[str, Any]):
+    """A dictionary that is its own state: ``StateDict(step=0, best=0.5)``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain dictionary inside."""
+        return self.data
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the content."""
+        self.data.clear()
+        self.data.update(state_dict)
+
+
+class RNGState:
+    """The state of torch's CPU random number generator.
+
+    As in torchsnapshot, `Snapshot.take` leaves the generator as it found it, and `Snapshot.restore` sets it last, so
+    that nothing that other objects do on the way changes the numbers that follow.
+    """
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """``{"rng_state": uint8 vector}``."""
+        return {"rng_state": torch.get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Set the generator."""
+        torch.set_rng_state(state_dict["rng_state"])

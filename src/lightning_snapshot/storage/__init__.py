@@ -1,0 +1,51 @@
+"""Places that hold snapshots."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import split_protocol, url_to_fs  # type: ignore[import-untyped]  # fsspec ships no types
+
+from lightning_snapshot.errors import NotASnapshotError, UnsupportedFeatureError
+from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME, Reader, Storage, Transaction, Writer
+from lightning_snapshot.storage.local import LocalStorage
+from lightning_snapshot.storage.posix import Posix
+
+__all__ = ["DATA_FOLDER", "METADATA_NAME", "Reader", "Storage", "Transaction", "Writer", "open_storage"]
+
+
+def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage for a path or URL, as Lightning's own path handling understands it. Nothing is read or written.
+
+    Args:
+        url: A path, or ``file://`` or ``local://`` and a path. A relative one is made absolute now, so that a later
+            change of the working directory does not move the snapshot.
+        storage_options: Options of the storage; a local disk has none.
+
+    Raises:
+        NotASnapshotError: The path is empty or cannot be the path of anything.
+        UnsupportedFeatureError: The place is not on a local or mounted disk.
+    """
+    text = os.fspath(url)
+    protocol, path = split_protocol(text)
+    if not path or "\0" in path:
+        msg = f"expected the path of a snapshot, found {text!r}"
+        raise NotASnapshotError(msg)
+    if protocol is None and path.lower().startswith("registry:"):
+        msg = f"{text}: the model registry of Lightning needs the package litmodels; install it, or give a path"
+        raise UnsupportedFeatureError(msg)
+    if protocol not in (None, "file", "local"):
+        msg = f"{text}: this version reads and writes local disks only, found {protocol!r}; object stores come later"
+        raise UnsupportedFeatureError(msg)
+    if storage_options:
+        names = ", ".join(sorted(storage_options))
+        msg = f"{text}: a local disk takes no storage options, found {names}; leave them away"
+        raise UnsupportedFeatureError(msg)
+    place = Path(url_to_fs(text)[1])
+    # The last part may be a link, which a save replaces; the parts before it are resolved so that `..` means what the
+    # file system says.
+    root = (
+        Path(os.path.realpath(place)) if place.name in ("", "..") else Path(os.path.realpath(place.parent), place.name)
+    )
+    return LocalStorage(root, text, Posix())

@@ -1,0 +1,116 @@
+"""Data files on a local disk."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from lightning_snapshot.errors import DataError, StorageError
+from lightning_snapshot.storage.posix import Posix, storage_errors
+
+__all__ = ["LocalReader", "LocalWriter"]
+
+
+class _OpenFile:
+    """A descriptor that is released once."""
+
+    def __init__(self, posix: Posix, path: Path, descriptor: int) -> None:
+        self._posix = posix
+        self._path = path
+        self._open: int | None = descriptor
+
+    def close(self) -> None:
+        """Release the file. Calling it twice is harmless."""
+        descriptor, self._open = self._open, None
+        if descriptor is not None:
+            self._posix.close(descriptor)
+
+    def _descriptor(self) -> int:
+        if self._open is None:
+            raise StorageError(errno.EBADF, f"could not use {self._path}: it is closed")
+        return self._open
+
+
+class LocalReader(_OpenFile):
+    """One open file; see `lightning_snapshot.storage.base.Reader`."""
+
+    def __init__(self, posix: Posix, path: Path) -> None:
+        super().__init__(posix, path, posix.open_file(path))
+        status = os.fstat(self._descriptor())
+        self._size_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            msg = f"{path}: expected a file, found {'a folder' if stat.S_ISDIR(status.st_mode) else 'a device or pipe'}"
+            raise DataError(msg)
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file when it was opened."""
+        return self._size_bytes
+
+    def read_into(self, offset_bytes: int, buffer: memoryview) -> None:
+        """Fill the whole of ``buffer`` with the bytes that start at ``offset_bytes``.
+
+        Raises:
+            DataError: The file ends before the buffer is full.
+            StorageError: The operating system refused.
+        """
+        rest = buffer.cast("B")
+        end = offset_bytes + len(rest)
+        with storage_errors(f"read {len(rest)} bytes at offset {offset_bytes} of", self._path):
+            while rest:
+                count = self._posix.read(self._descriptor(), rest, end - len(rest))
+                if count == 0:
+                    found = os.fstat(self._descriptor()).st_size
+                    msg = f"{self._path}: expected at least {end} bytes, found a file of {found} bytes"
+                    raise DataError(msg)
+                rest = rest[count:]
+
+
+class LocalWriter(_OpenFile):
+    """One file that is being written; see `lightning_snapshot.storage.base.Writer`.
+
+    Attributes:
+        finished: Whether its content is durable.
+    """
+
+    def __init__(self, posix: Posix, path: Path, size_bytes: int) -> None:
+        with storage_errors("create", path):
+            super().__init__(posix, path, posix.create_file(path))
+        self._size_bytes = size_bytes
+        self.finished = False
+        try:
+            with storage_errors(f"reserve {size_bytes} bytes for", path):
+                posix.allocate(self._descriptor(), size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, offset_bytes: int, buffer: memoryview) -> None:
+        """Write the whole of ``buffer`` at ``offset_bytes``.
+
+        Raises:
+            StorageError: The operating system refused, or the range is not inside the file.
+        """
+        rest = buffer.cast("B")
+        end = offset_bytes + len(rest)
+        operation = f"write {len(rest)} bytes at offset {offset_bytes} of"
+        if not 0 <= offset_bytes <= end <= self._size_bytes:
+            raise StorageError(errno.EINVAL, f"could not {operation} {self._path}: its size is {self._size_bytes}")
+        with storage_errors(operation, self._path):
+            while rest:
+                count = self._posix.write(self._descriptor(), rest, end - len(rest))
+                if count == 0:
+                    raise StorageError(errno.EIO, f"could not {operation} {self._path}: nothing was written")
+                rest = rest[count:]
+
+    def finish(self) -> None:
+        """Make the content durable and release the file.
+
+        Raises:
+            StorageError: The operating system refused.
+        """
+        with storage_errors("make durable", self._path):
+            self._posix.sync(self._descriptor())
+            self.close()
+        self.finished = True

@@ -1,0 +1,266 @@
+"""What is at a place on disk, and the folders that saves make there and that dead saves leave behind.
+
+Names beside a snapshot, in its parent folder:
+
+- ``.snapshot-<save id>.tmp`` is a save that will become a snapshot folder. After an exchange it is what was replaced.
+- ``.snapshot-<save id>.old/<name>`` is the file or link of that name, moved away because the file system cannot
+  exchange two names in one step. As long as nothing is called ``<name>``, its save is about to take its place.
+
+Inside a snapshot:
+
+- ``.data/<save id>/`` holds the data of a save, ``.data/<save id>.metadata`` its metadata before it is published.
+
+Whoever writes holds the lock of a folder, so that others see that the save is alive.
+"""
+
+import errno
+import logging
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path
+
+from lightning_snapshot.errors import NotASnapshotError
+from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME
+from lightning_snapshot.storage.locations import SAVE_ID, is_named
+from lightning_snapshot.storage.posix import Posix
+
+__all__ = [
+    "METADATA_SUFFIX",
+    "Found",
+    "claim_folder",
+    "finish_exchanges",
+    "look",
+    "make_folders",
+    "moved_path",
+    "refuse",
+    "remove_dead_saves",
+    "remove_dead_siblings",
+    "remove_path",
+    "staging_path",
+    "unchanged_mtime",
+    "warn_only",
+]
+
+_logger = logging.getLogger("lightning_snapshot")
+
+METADATA_SUFFIX = ".metadata"
+_STAGING = re.compile(rf"\.snapshot-({SAVE_ID.pattern})\.tmp")
+_MOVED = re.compile(rf"\.snapshot-({SAVE_ID.pattern})\.old")
+_MAX_ATTEMPTS = 100
+
+
+class Found(Enum):
+    """What is at the place of a snapshot, in the words of error messages."""
+
+    NOTHING = "nothing"
+    EMPTY = "an empty folder"
+    SNAPSHOT = "a snapshot"
+    UNFINISHED = "an unfinished save, which was interrupted or is still going on"
+    CHECKPOINT = "a sharded checkpoint of torch.distributed.checkpoint (DCP), as Lightning's FSDP strategies write it"
+    FOLDER = "a folder that holds other things"
+    FILE = "a file"
+    LINK = "a link"
+
+
+_MARKS = {
+    METADATA_NAME: Found.SNAPSHOT,
+    ".metadata": Found.CHECKPOINT,
+    "meta.pt": Found.CHECKPOINT,
+    DATA_FOLDER: Found.UNFINISHED,
+}
+
+
+def look(posix: Posix, path: Path) -> Found:
+    """Say what is at a path. Links are not followed."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return Found.NOTHING
+    if stat.S_ISLNK(mode):
+        return Found.LINK
+    if not stat.S_ISDIR(mode):
+        return Found.FILE
+    names = posix.list_folder(path)
+    marks = [found for name, found in _MARKS.items() if name in names]
+    return marks[0] if marks else Found.FOLDER if names else Found.EMPTY
+
+
+def refuse(url: str, found: Found) -> NotASnapshotError:
+    """The error for a place that holds something else, which must not be lost."""
+    return NotASnapshotError(
+        f"{url}: expected a snapshot, a file or nothing, found {found.value}; nothing was changed. "
+        "Choose another path, or move away what is there"
+    )
+
+
+def staging_path(root: Path, save_id: str) -> Path:
+    """Hidden sibling of a snapshot. Lightning's scans of the folder do not take it for a checkpoint."""
+    return root.parent / f".snapshot-{save_id}.tmp"
+
+
+def moved_path(root: Path, save_id: str) -> Path:
+    """Where a file or link goes that a snapshot replaces. The last name says where it was."""
+    return root.parent / f".snapshot-{save_id}.old" / root.name
+
+
+@contextmanager
+def warn_only(operation: str) -> Iterator[None]:
+    """Log errors of the operating system, for work whose failure must not become the caller's."""
+    try:
+        yield
+    except OSError as error:
+        _logger.warning("could not %s: %s", operation, error)
+
+
+@contextmanager
+def unchanged_mtime(posix: Posix, folder: Path) -> Iterator[None]:
+    """Give a folder its modification time back: Lightning takes the checkpoint with the latest one for the last."""
+    before = folder.stat()
+    try:
+        yield
+    finally:
+        with warn_only(f"restore the modification time of {folder}"):
+            if folder.stat().st_mtime_ns != before.st_mtime_ns:
+                posix.set_times(folder, before.st_atime_ns, before.st_mtime_ns)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _list_if_there(posix: Posix, folder: Path) -> list[str]:
+    try:
+        return posix.list_folder(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def make_folders(posix: Posix, path: Path) -> None:
+    """Create a folder and its missing parents, durably."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        try:
+            posix.make_folder(folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+        posix.sync_folder(folder.parent)
+
+
+def claim_folder(posix: Posix, path: Path) -> int:
+    """Create a folder and take its lock.
+
+    Returns:
+        The descriptor that holds the lock.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        posix.make_folder(path)
+        with suppress(FileNotFoundError):
+            descriptor = posix.open_folder(path)
+            posix.lock(descriptor, wait=True)
+            if _is_at(path, descriptor):
+                return descriptor
+            # Somebody cleaned up between the creation and the lock, and took this for a dead save.
+            posix.close(descriptor)
+    raise OSError(errno.EBUSY, "other processes keep removing it", str(path))
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def remove_path(posix: Posix, path: Path) -> None:
+    """Remove a file, a link or a folder with everything in it. What is gone already is no error."""
+    with suppress(FileNotFoundError):
+        if not _is_folder(path):
+            posix.unlink(path)
+            return
+        for name in posix.list_folder(path):
+            remove_path(posix, path / name)
+        posix.remove_folder(path)
+
+
+def _remove_if_dead(posix: Posix, folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        descriptor = posix.open_folder(folder)
+        try:
+            if posix.lock(descriptor, wait=False) and _is_at(folder, descriptor):
+                remove_path(posix, folder)
+        finally:
+            posix.close(descriptor)
+
+
+def remove_dead_siblings(posix: Posix, parent: Path) -> None:
+    """Remove what dead saves to any snapshot in ``parent`` have left beside it. Failures are logged."""
+    for name in _list_if_there(posix, parent):
+        path = parent / name
+        if not _STAGING.fullmatch(name):
+            continue
+        with warn_only(f"remove {path}, the leftover of an interrupted save"):
+            if not _is_folder(path):
+                # What an exchange has replaced. It must not go before the exchange is durable.
+                posix.sync_folder(parent)
+                remove_path(posix, path)
+            elif set(_list_if_there(posix, path)) <= {DATA_FOLDER, METADATA_NAME}:
+                _remove_if_dead(posix, path)
+
+
+def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, replaced: Collection[str]) -> None:
+    """Remove data in ``.data`` that the snapshot does not use. Failures are logged.
+
+    Args:
+        posix: The system calls.
+        root: The snapshot.
+        metadata: Its metadata.
+        replaced: Saves that were complete, so that they can go even where the file system knows no locks.
+    """
+    data = root / DATA_FOLDER
+    for name in _list_if_there(posix, data):
+        path = data / name
+        save_id = name.removesuffix(METADATA_SUFFIX)
+        if not SAVE_ID.fullmatch(save_id) or is_named(save_id, metadata):
+            continue
+        with warn_only(f"remove {path}, the leftover of another save"):
+            if not _is_folder(path):
+                # The metadata of a save that lives has its folder beside it.
+                if name != save_id and not os.path.lexists(data / save_id):
+                    remove_path(posix, path)
+            elif save_id in replaced:
+                remove_path(posix, path)
+            else:
+                _remove_if_dead(posix, path)
+
+
+def finish_exchanges(posix: Posix, parent: Path) -> None:
+    """Finish commits that moved a file or link away and stopped before the snapshot took its place.
+
+    Everything is durable before that point of a commit, so any process may do the rest, even while the save lives.
+    """
+    for name in _list_if_there(posix, parent):
+        match = _MOVED.fullmatch(name)
+        if match:
+            with suppress(FileNotFoundError):
+                _finish_exchange(posix, parent / name, match[1])
+
+
+def _finish_exchange(posix: Posix, folder: Path, save_id: str) -> None:
+    for name in posix.list_folder(folder):
+        root, old = folder.parent / name, folder / name
+        if _is_folder(old):
+            continue
+        if not os.path.lexists(root):
+            staged = staging_path(root, save_id)
+            posix.rename(staged if _is_folder(staged) else old, root)
+        posix.sync_folder(folder.parent)
+        remove_path(posix, old)
+    posix.remove_folder(folder)

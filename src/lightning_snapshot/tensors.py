@@ -1,0 +1,267 @@
+"""Everything that touches a tensor: its spec, its bytes, and putting it together again.
+
+Tensors are handled as rows of integers of the same width, so that no bit changes on the way, whatever the dtype.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from lightning_snapshot.errors import MetadataError, UnsupportedFeatureError, UnsupportedValueError
+from lightning_snapshot.geometry import Box, boxes_of_flat_range, intersect, whole
+from lightning_snapshot.manifest import TensorNote
+from lightning_snapshot.read_plan import Fetch
+from lightning_snapshot.tree import ALIAS_ROOT, flatten
+from lightning_snapshot.write_plan import TensorSpec
+
+__all__ = [
+    "TensorSource",
+    "TensorTarget",
+    "compact",
+    "dtype_named",
+    "finish",
+    "is_fillable",
+    "is_tensor",
+    "memory_key",
+    "portable",
+    "storage_kind",
+    "stored_dtype",
+    "tensor_note",
+    "tensor_spec",
+    "tensors_by_path",
+]
+
+# The dtypes that torchsnapshot reads as plain bytes (FORMAT 5.1).
+_PORTABLE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+# Same width, and copied bit for bit.
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a leaf is a tensor of any kind."""
+    return isinstance(value, torch.Tensor)
+
+
+def tensors_by_path(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Logical path → tensor of a state, to be read into."""
+    leaves = flatten(state, is_tensor=is_tensor).leaves
+    # Alias paths are numbered, and say nothing about which tensor it is.
+    return {path: value for path, value in leaves if is_tensor(value) and not path.startswith(f"{ALIAS_ROOT}/")}
+
+
+def storage_kind(tensor: torch.Tensor, place: str) -> str:
+    """How a tensor is stored: ``"dense"`` (rows of elements), ``"zip"`` (a torch.save tensor) or ``"object"``.
+
+    Raises:
+        UnsupportedValueError: It has no data that could be stored.
+        UnsupportedFeatureError: It is spread over ranks.
+    """
+    if tensor.is_meta or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
+        msg = f"{place}: a tensor without data (meta device or uninitialized) cannot be stored; materialize it first"
+        raise UnsupportedValueError(msg)
+    kind = type(tensor)
+    if kind.__name__ in {"DTensor", "ShardedTensor"}:
+        msg = f"{place}: saving a {kind.__name__} (a tensor spread over ranks) is not supported yet; save full tensors"
+        raise UnsupportedFeatureError(msg)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return "object"
+    if tensor.is_quantized:
+        return "zip"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "object"
+    return "dense" if tensor.numel() else "zip"
+
+
+def is_fillable(tensor: torch.Tensor) -> bool:
+    """Whether elements can be written straight into the memory of a tensor."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        return False
+    # An expanded tensor shows one element in several places.
+    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype under which torchsnapshot can read the elements: the same, or integers of the same width."""
+    return dtype if dtype in _PORTABLE else _RAW[dtype.itemsize]
+
+
+def dtype_named(name: str, path: str) -> torch.dtype:
+    """The dtype of a name such as ``"torch.float32"``.
+
+    Raises:
+        MetadataError: This torch has no such dtype.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        msg = f"{path}: expected the name of a dtype, found {name!r}, which torch {torch.__version__} does not know"
+        raise MetadataError(msg)
+    return dtype
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """The spec of a dense tensor that this rank holds alone."""
+    dtype = stored_dtype(tensor.dtype)
+    return TensorSpec(str(dtype), dtype.itemsize, tuple(tensor.shape))
+
+
+def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for dense, non-empty tensors that show the very same elements of the same memory."""
+    view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), *view
+
+
+def tensor_note(tensor: torch.Tensor) -> TensorNote | None:
+    """What the entry of a tensor cannot say; ``None`` if it says everything."""
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if dense and not parameter and not tensor.requires_grad and tensor.dtype in _PORTABLE and tensor.is_contiguous():
+        return None
+    note = TensorNote(
+        dtype="" if not dense or tensor.dtype in _PORTABLE else str(tensor.dtype),
+        parameter=parameter,
+        requires_grad=None if tensor.requires_grad == parameter else tensor.requires_grad,
+        dim_order=_dim_order(tensor) if dense else None,
+    )
+    return None if note == TensorNote() else note
+
+
+def _dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest, if the tensor is dense in memory but not row-major."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def portable(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty or quantized tensor in the form in which torchsnapshot takes it as a ``torch.save`` blob."""
+    tensor = tensor.detach().contiguous()
+    # A slice of a large tensor would take the whole memory of the latter along.
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=stored_dtype(tensor.dtype))
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size() else tensor
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor without the parts of larger tensors that its indices and values may be views of."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if tensor.layout != torch.strided else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """The row-major bytes of a dense tensor, read from the tensor itself when they are asked for."""
+
+    tensor: torch.Tensor
+
+    def copy_into(self, begin_bytes: int, out: torch.Tensor) -> None:
+        """Copy the bytes that start at ``begin_bytes`` into the whole of ``out``, a uint8 vector on the CPU.
+
+        ``begin_bytes``, the length of ``out`` and its place in memory are multiples of the element size.
+        """
+        tensor = self.tensor.detach()
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            flat = tensor.reshape(-1).view(torch.uint8)
+            out.copy_(flat[begin_bytes : begin_bytes + out.numel()])
+            return
+        item_bytes = tensor.element_size()
+        first = begin_bytes // item_bytes
+        rows = out.view(_RAW[item_bytes])
+        done = 0
+        for box in boxes_of_flat_range(tensor.shape, first, first + rows.numel()):
+            part = tensor[box.slices].resolve_conj().resolve_neg().view(_RAW[item_bytes])
+            rows[done : done + box.volume].view(box.sizes).copy_(part)
+            done += box.volume
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTarget:
+    """A tensor that is being filled.
+
+    Attributes:
+        tensor: The memory to fill: any strides, any device, no two elements in one place.
+        box: Global box of the stored tensor that it stands for.
+    """
+
+    tensor: torch.Tensor
+    box: Box
+
+    @classmethod
+    def allocate(
+        cls, dtype: torch.dtype, box: Box, dim_order: Sequence[int] | None, device: torch.device, path: str
+    ) -> "TensorTarget":
+        """Fresh memory for a box.
+
+        Raises:
+            MetadataError: ``dim_order`` does not fit, or the size is beyond what can be allocated.
+        """
+        try:
+            if dim_order is None:
+                tensor = torch.empty(box.sizes, dtype=dtype, device=device)
+            else:
+                tensor = torch.empty_permuted(box.sizes, tuple(dim_order), dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            msg = f"{path}: cannot allocate a tensor of shape {list(box.sizes)} and {dtype}: {error}"
+            raise MetadataError(msg) from error
+        return cls(tensor, box)
+
+    @classmethod
+    def existing(cls, tensor: torch.Tensor) -> "TensorTarget":
+        """The memory of a tensor that the caller already has."""
+        return cls(tensor.detach(), whole(tuple(tensor.shape)))
+
+    def scatter(self, fetch: Fetch, begin_bytes: int, data: torch.Tensor) -> None:
+        """Put elements in their places.
+
+        Args:
+            fetch: What ``data`` is a stretch of.
+            begin_bytes: Where in the file ``data`` starts; inside the fetch.
+            data: uint8 vector on the CPU, whole elements.
+        """
+        first = fetch.first_element + (begin_bytes - fetch.begin_bytes) // fetch.item_bytes
+        shape, piece = self.box.sizes, fetch.piece
+        if self.tensor.is_contiguous() and (piece.offsets[1:], piece.sizes[1:]) == (self.box.offsets[1:], shape[1:]):
+            # Whole rows of the target: the elements lie in it as they lie in the file.
+            row = prod(shape[1:])
+            skipped = (piece.offsets[0] - self.box.offsets[0]) * row if shape else 0
+            start = (first + skipped) * fetch.item_bytes
+            self.tensor.reshape(-1).view(torch.uint8)[start : start + data.numel()].copy_(data)
+            return
+        raw = _RAW[fetch.item_bytes]
+        rows, into = data.view(raw), self.tensor.view(raw)
+        done = 0
+        for box in boxes_of_flat_range(piece.sizes, first, first + rows.numel()):
+            stretch = rows[done : done + box.volume].view(box.sizes)
+            done += box.volume
+            absolute = Box(tuple(o + p for o, p in zip(box.offsets, piece.offsets, strict=True)), box.sizes)
+            part = intersect(absolute, fetch.wanted)
+            if part is not None:
+                source = stretch[part.relative_to(absolute.offsets).slices]
+                into[part.relative_to(self.box.offsets).slices].copy_(source)
+
+    def place(self, piece: Box, value: torch.Tensor) -> None:
+        """Put a whole piece in its place."""
+        part = intersect(piece, self.box)
+        if part is not None:
+            source = value.reshape(piece.sizes)[part.relative_to(piece.offsets).slices]
+            self.tensor[part.relative_to(self.box.offsets).slices].copy_(source)
+
+
+def finish(tensor: torch.Tensor, note: TensorNote | None) -> torch.Tensor:
+    """The tensor as it was: a parameter, or one that requires gradients."""
+    if note is None:
+        return tensor
+    requires_grad = note.parameter if note.requires_grad is None else note.requires_grad
+    if note.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor

@@ -1,0 +1,201 @@
+"""What one rank sees of a snapshot: its own entries, what is replicated, and sharded tensors as a whole (FORMAT 8)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lightning_snapshot.errors import EntryNotFoundError, MetadataError
+from lightning_snapshot.manifest import (
+    ChunkedTensorEntry,
+    DictEntry,
+    DTensorEntry,
+    Entry,
+    ListEntry,
+    Manifest,
+    ObjectEntry,
+    OrderedDictEntry,
+    PrimitiveEntry,
+    RankNotes,
+    ShardedTensorEntry,
+    TensorEntry,
+    split_rank,
+)
+from lightning_snapshot.tree import decode_key, encode_key
+
+__all__ = ["Located", "split_rank", "view_of_rank"]
+
+_CONTAINERS = (ListEntry, DictEntry, OrderedDictEntry)
+# Lists that stand for something which has all of its items or is nothing.
+_INDIVISIBLE = frozenset({"tuple", "namedtuple", "items"})
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """An entry as a rank sees it.
+
+    Attributes:
+        path: Manifest path that it came from. Notes of the extension are found under it.
+        entry: The entry; for a sharded tensor with the shards of all ranks.
+    """
+
+    path: str
+    entry: Entry
+
+
+def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
+    """Give the entries that make up the state of a rank.
+
+    A rank that did not exist when the snapshot was taken gets rank 0's containers with what is replicated or sharded
+    in them.
+
+    Args:
+        manifest: The snapshot.
+        rank: Any rank from 0 on.
+
+    Returns:
+        Logical path → entry, first in the order of the rank's own entries.
+
+    Raises:
+        EntryNotFoundError: The rank is negative.
+        MetadataError: Ranks disagree about the kind of a sharded tensor.
+    """
+    if rank < 0:
+        msg = f"expected a rank from 0 on, found {rank}"
+        raise EntryNotFoundError(msg)
+    if rank >= manifest.world_size:
+        return _view_of_new_rank(manifest, view_of_rank(manifest, 0))
+    view: dict[str, Located] = {}
+    replicated: dict[str, Located] = {}
+    sharded: dict[str, dict[int, Located]] = {}
+    for path, entry in manifest.entries.items():
+        owner, logical_path = split_rank(path)
+        located = Located(path, entry)
+        if owner == rank:
+            view[logical_path] = located
+        if _is_replicated(entry):
+            if owner == 0:
+                replicated[logical_path] = located
+        elif isinstance(entry, (ShardedTensorEntry, DTensorEntry)):
+            sharded.setdefault(logical_path, {})[owner] = located
+    view |= replicated
+    listed = _Listed(view, rank)
+    for logical_path, parts in sharded.items():
+        if rank in parts and logical_path not in replicated:
+            view[logical_path] = Located(parts[rank].path, _merge(logical_path, parts))
+        elif logical_path not in view and listed.has(logical_path, parts):
+            view[logical_path] = Located(parts[min(parts)].path, _merge(logical_path, parts))
+    return view
+
+
+def _is_replicated(entry: Entry) -> bool:
+    if isinstance(entry, (PrimitiveEntry, TensorEntry, ChunkedTensorEntry, ObjectEntry)):
+        return entry.replicated
+    return isinstance(entry, DTensorEntry) and all(dimensions == [-1] for dimensions in entry.dim_map)
+
+
+def _merge(logical_path: str, parts: Mapping[int, Located]) -> Entry:
+    entries = [parts[rank].entry for rank in sorted(parts)]
+    shards = [
+        shard for entry in entries if isinstance(entry, (ShardedTensorEntry, DTensorEntry)) for shard in entry.shards
+    ]
+    shards.sort(key=lambda shard: shard.offsets)
+    first = entries[0]
+    if len({type(entry) for entry in entries}) > 1:
+        found = ", ".join(f"{type(part.entry).__name__} at {part.path!r}" for part in parts.values())
+        msg = f"{logical_path!r}: expected the same kind of sharded tensor on all ranks, found {found}"
+        raise MetadataError(msg)
+    if isinstance(first, DTensorEntry):
+        return DTensorEntry(shards, first.mesh, first.dim_map)
+    return ShardedTensorEntry(shards)
+
+
+class _Listed:
+    """Tells whether a rank's state has a sharded tensor of which another rank keeps the entry (FORMAT 7.6)."""
+
+    def __init__(self, view: Mapping[str, Located], rank: int) -> None:
+        self._view = view
+        self._rank = rank
+        self._keys: dict[str, set[str]] = {}
+
+    def has(self, logical_path: str, parts: Mapping[int, Located]) -> bool:
+        parent, _, token = logical_path.rpartition("/")
+        container = self._view[parent].entry if parent in self._view else None
+        if isinstance(container, ListEntry):
+            # A list does not say which items it has.
+            return any(
+                isinstance(p.entry, DTensorEntry) and _mentions(p.entry.mesh, self._rank) for p in parts.values()
+            )
+        if not isinstance(container, (DictEntry, OrderedDictEntry)):
+            return False
+        if parent not in self._keys:
+            self._keys[parent] = {str(key) for key in container.keys}
+        return decode_key(token) in self._keys[parent]
+
+
+def _mentions(mesh: Iterable[object], rank: int) -> bool:
+    pending = list(mesh)
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending.extend(item)
+        elif item == rank:
+            return True
+    return False
+
+
+def _view_of_new_rank(manifest: Manifest, of_rank_0: Mapping[str, Located]) -> dict[str, Located]:
+    view = {
+        path: located
+        for path, located in of_rank_0.items()
+        if isinstance(located.entry, (*_CONTAINERS, ShardedTensorEntry, DTensorEntry)) or _is_replicated(located.entry)
+    }
+    moved: dict[str, str] = {}
+    if manifest.extension is not None:
+        notes_of_rank_0 = manifest.extension.ranks.get("0", RankNotes())
+        notes, moved = notes_of_rank_0.containers, notes_of_rank_0.moved
+        # Such an object is a part of its container, not an item.
+        extras = {note.extra for path, note in notes.items() if not path or path in view}
+        view |= {path: located for path, located in of_rank_0.items() if path in extras}
+        indivisible = {path for path, note in notes.items() if note.kind in _INDIVISIBLE}
+        _drop_incomplete(view, of_rank_0, indivisible, {alias: path for path, alias in moved.items()})
+    for path, located in view.items():
+        entry = located.entry
+        if isinstance(entry, (DictEntry, OrderedDictEntry)):
+            present = [key for key in entry.keys if _has_child(view, moved, path, str(key))]
+            view[path] = Located(located.path, type(entry)(present))
+    return view
+
+
+def _drop_incomplete(
+    view: dict[str, Located], of_rank_0: Iterable[str], indivisible: set[str], origin: Mapping[str, str]
+) -> None:
+    """Remove the indivisible containers that lack an item, with all that is in them.
+
+    Args:
+        view: What is left of rank 0's view; changed in place.
+        of_rank_0: All paths of rank 0's view.
+        indivisible: Paths of such containers.
+        origin: Alias path → the path that it stands for.
+    """
+    children: dict[str, list[str]] = {}
+    parents: dict[str, str] = {}
+    for path in of_rank_0:
+        parents[path] = parent = origin.get(path, path).rpartition("/")[0]
+        children.setdefault(parent, []).append(path)
+    incomplete: set[str] = set()
+    pending = [path for path in parents if path not in view]
+    while pending:
+        parent = parents.get(pending.pop(), "")
+        if parent in indivisible and parent not in incomplete:
+            incomplete.add(parent)
+            pending.append(parent)
+    pending = list(incomplete)
+    while pending:
+        path = pending.pop()
+        if view.pop(path, None) is not None:
+            pending.extend(children.get(path, ()))
+
+
+def _has_child(view: Mapping[str, Located], moved: Mapping[str, str], path: str, key: str) -> bool:
+    # Before percent-encoding, keys went into paths as they were (FORMAT 13).
+    children = (f"{path}/{encode_key(key)}", f"{path}/{key}")
+    return any(moved.get(child, child) in view for child in children)

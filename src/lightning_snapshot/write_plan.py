@@ -1,0 +1,343 @@
+"""All ranks' leaf specs → who writes which bytes where, and the entries of the final manifest.
+
+Pure and deterministic: the same specs give the same plan, on every rank and in every run. Nothing is read or written.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeAlias
+
+from lightning_snapshot.errors import UnsupportedValueError
+from lightning_snapshot.geometry import Box, split_first_dimension, whole
+from lightning_snapshot.manifest import (
+    ChunkedTensorEntry,
+    DictEntry,
+    DTensorEntry,
+    Entry,
+    ListEntry,
+    ObjectEntry,
+    OrderedDictEntry,
+    Shard,
+    ShardedTensorEntry,
+    TensorEntry,
+)
+
+__all__ = ["BlobSpec", "FilePlan", "Layout", "Piece", "RankSpecs", "TensorSpec", "WritePlan", "plan_write"]
+
+# Pieces of at least this size start on a page of the file, so that they can be mapped and read directly.
+_LARGE_BYTES = 64 * 1024
+_PAGE_BYTES = 4096
+_SMALL_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of one rank, to be stored as row-major elements.
+
+    Attributes:
+        dtype: Name of the stored dtype, one that torchsnapshot knows.
+        item_bytes: Bytes of one element.
+        shape: Elements per dimension of the whole tensor, none of them zero.
+        box: The part that this rank holds, or ``None`` if it holds all of it and the tensor is not sharded.
+        replicated: All ranks hold the same tensor under this path, and it is stored once.
+        tied_to: Path of the tensor on the same rank whose memory this one shares; empty if it is the first or only one.
+        is_tied: Another tensor shares this one's memory.
+    """
+
+    dtype: str
+    item_bytes: int
+    shape: tuple[int, ...]
+    box: Box | None = None
+    replicated: bool = False
+    tied_to: str = ""
+    is_tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlobSpec:
+    """A value that is already a string of bytes in ``torch.save``'s format, and gets a file of its own.
+
+    Attributes:
+        size_bytes: Length.
+        digest: Equal for equal content; blobs with the same digest share one file.
+        obj_type: Class of an object; empty for a tensor.
+        dtype: dtype of a tensor.
+        shape: Shape of a tensor.
+        replicated: As in `TensorSpec`.
+    """
+
+    size_bytes: int
+    digest: str
+    obj_type: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    replicated: bool = False
+
+
+RankSpecs: TypeAlias = Mapping[str, Entry | TensorSpec | BlobSpec]
+"""What one rank has: logical path → finished entry, or spec of a leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How data is cut into files.
+
+    Attributes:
+        save_id: Names the folder of the data files.
+        chunk_bytes: Tensors larger than this are cut along dimension 0.
+        file_bytes: No file grows beyond this unless a single piece does.
+    """
+
+    save_id: str
+    chunk_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of one leaf in a file.
+
+    Attributes:
+        path: Logical path of the leaf on the writing rank.
+        begin_bytes: Start in the row-major bytes of what the rank holds of the leaf (inclusive).
+        end_bytes: End (exclusive).
+        offset_bytes: Where it starts in the file.
+    """
+
+    path: str
+    begin_bytes: int
+    end_bytes: int
+    offset_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Length."""
+        return self.end_bytes - self.begin_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One data file. Bytes that belong to no piece are zero.
+
+    Attributes:
+        location: Relative to the snapshot.
+        size_bytes: Exact length.
+        pieces: In order of their offsets, without overlap.
+    """
+
+    location: str
+    size_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """The plan of a whole save.
+
+    Attributes:
+        entries: ``<rank>/<logical path>`` → entry.
+        files: Per rank the files that it writes.
+    """
+
+    entries: dict[str, Entry]
+    files: tuple[tuple[FilePlan, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece before it has a place: a box of a leaf, and the ranks that could write it with their byte ranges."""
+
+    path: str
+    box: Box
+    holders: Mapping[int, tuple[int, int]]
+    size_bytes: int
+    own_file: bool = False
+    replicated: bool = False
+    digest: str = ""
+
+
+def plan_write(specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
+    """Plan a save.
+
+    Args:
+        specs: What each rank has, by rank.
+        layout: How data is cut into files.
+
+    Returns:
+        The same plan for the same arguments, whoever calls.
+
+    Raises:
+        UnsupportedValueError: Ranks disagree about a tensor that they share.
+    """
+    parts = list(_cut(specs, layout))
+    places, files = _place(parts, _assign(parts, len(specs)), len(specs), layout)
+    return WritePlan(_entries(specs, places), files)
+
+
+def _cut(specs: Sequence[RankSpecs], layout: Layout) -> Iterator[_Part]:
+    """The parts that have to be written once each."""
+    sharded: dict[tuple[str, Box], dict[int, tuple[int, int]]] = {}
+    for rank, spec_of in enumerate(specs):
+        for path, spec in spec_of.items():
+            if isinstance(spec, BlobSpec) and not (spec.replicated and rank):
+                holders = {rank: (0, spec.size_bytes)}
+                replicated, digest = spec.replicated, spec.digest
+                yield _Part(
+                    path, whole(()), holders, spec.size_bytes, own_file=True, replicated=replicated, digest=digest
+                )
+            elif isinstance(spec, TensorSpec) and spec.box is not None:
+                for box, begin, end in _pieces(spec.box, spec.item_bytes, layout.chunk_bytes):
+                    sharded.setdefault((path, box), {})[rank] = (begin, end)
+            elif isinstance(spec, TensorSpec) and not spec.tied_to and not (spec.replicated and rank):
+                ranks = _replicas(specs, path, spec) if spec.replicated else [rank]
+                for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, layout.chunk_bytes):
+                    holders = dict.fromkeys(ranks, (begin, end))
+                    yield _Part(path, box, holders, end - begin, spec.is_tied, spec.replicated)
+    for (path, box), holders in sharded.items():
+        begin, end = next(iter(holders.values()))
+        yield _Part(path, box, holders, end - begin)
+
+
+def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[tuple[Box, int, int]]:
+    """Global box and row-major byte range of each piece of what a rank holds."""
+    for piece in split_first_dimension(box.sizes, item_bytes, limit_bytes):
+        row_bytes = prod(box.sizes[1:]) * item_bytes
+        begin = piece.offsets[0] * row_bytes if piece.offsets else 0
+        offsets = tuple(o + p for o, p in zip(box.offsets, piece.offsets, strict=True))
+        yield Box(offsets, piece.sizes), begin, begin + piece.volume * item_bytes
+
+
+def _replicas(specs: Sequence[RankSpecs], path: str, spec: TensorSpec) -> list[int]:
+    for rank, spec_of in enumerate(specs):
+        if spec_of.get(path) != spec:
+            msg = f"{path}: marked replicated, but rank 0 has {spec} and rank {rank} has {spec_of.get(path)}"
+            raise UnsupportedValueError(msg)
+    return list(range(len(specs)))
+
+
+def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
+    """The rank that writes each part: the only holder, or the holder with the least to write so far."""
+    load_bytes = [0] * world_size
+    writer = [-1] * len(parts)
+    for index, part in enumerate(parts):
+        if len(part.holders) == 1:
+            (writer[index],) = part.holders
+            load_bytes[writer[index]] += part.size_bytes
+    shared = [index for index, rank in enumerate(writer) if rank < 0]
+    # Largest first balances best; the index makes the order total.
+    for index in sorted(shared, key=lambda i: (-parts[i].size_bytes, i)):
+        writer[index] = min(parts[index].holders, key=lambda rank: (load_bytes[rank], rank))
+        load_bytes[writer[index]] += parts[index].size_bytes
+    return writer
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one piece went; ``byte_range`` is ``None`` for a file of its own."""
+
+    box: Box
+    location: str
+    byte_range: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class _RankFiles:
+    """The files of one rank while they are being filled."""
+
+    prefix: str
+    file_bytes: int
+    files: list[FilePlan] = field(default_factory=list)
+    names: int = 0
+    location: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def put(self, part: _Part, span: tuple[int, int]) -> _Place:
+        if part.own_file:
+            location = self._next_name()
+            self.files.append(FilePlan(location, part.size_bytes, (Piece(part.path, *span, 0),)))
+            return _Place(part.box, location, None)
+        alignment = _PAGE_BYTES if part.size_bytes >= _LARGE_BYTES else _SMALL_ALIGNMENT_BYTES
+        offset = -(-self.size_bytes // alignment) * alignment
+        if self.pieces and offset + part.size_bytes > self.file_bytes:
+            self.close()
+            offset = 0
+        self.location = self.location or self._next_name()
+        self.pieces.append(Piece(part.path, *span, offset))
+        self.size_bytes = offset + part.size_bytes
+        return _Place(part.box, self.location, (offset, self.size_bytes))
+
+    def close(self) -> None:
+        if self.pieces:
+            self.files.append(FilePlan(self.location, self.size_bytes, tuple(self.pieces)))
+        self.location, self.pieces, self.size_bytes = "", [], 0
+
+    def _next_name(self) -> str:
+        self.names += 1
+        return f"{self.prefix}{self.names - 1}"
+
+
+_Places: TypeAlias = Mapping[tuple[str, int], Sequence[_Place]]
+"""``(logical path, rank whose entry names it)`` → pieces."""
+
+
+def _place(
+    parts: Sequence[_Part], writers: Sequence[int], world_size: int, layout: Layout
+) -> tuple[_Places, tuple[tuple[FilePlan, ...], ...]]:
+    ranks = [_RankFiles(f".data/{layout.save_id}/{rank}_", layout.file_bytes) for rank in range(world_size)]
+    places: dict[tuple[str, int], list[_Place]] = {}
+    blobs: dict[tuple[int, str], _Place] = {}
+    for part, rank in zip(parts, writers, strict=True):
+        place = blobs.get((rank, part.digest)) if part.digest else None
+        if place is None:
+            place = ranks[rank].put(part, part.holders[rank])
+        if part.digest:
+            blobs[rank, part.digest] = place
+        places.setdefault((part.path, 0 if part.replicated else rank), []).append(place)
+    for files in ranks:
+        files.close()
+    return places, tuple(tuple(files.files) for files in ranks)
+
+
+def _entries(specs: Sequence[RankSpecs], places: _Places) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for rank, spec_of in enumerate(specs):
+        for path, spec in spec_of.items():
+            if rank and _is_replicated(spec):
+                continue  # one copy, under rank 0 (FORMAT 7.4)
+            if isinstance(spec, TensorSpec):
+                entries[f"{rank}/{path}"] = _tensor_entry(spec, places.get((spec.tied_to or path, rank), ()))
+            elif isinstance(spec, BlobSpec):
+                entries[f"{rank}/{path}"] = _blob_entry(spec, places[path, rank][0].location)
+            else:
+                entries[f"{rank}/{path}"] = spec
+    return entries
+
+
+def _is_replicated(spec: Entry | TensorSpec | BlobSpec) -> bool:
+    if isinstance(spec, (ListEntry, DictEntry, OrderedDictEntry, ShardedTensorEntry, DTensorEntry)):
+        return False
+    return spec.replicated
+
+
+def _tensor_entry(spec: TensorSpec, places: Sequence[_Place]) -> Entry:
+    if spec.box is not None:
+        return ShardedTensorEntry([_shard(spec, place) for place in sorted(places, key=lambda p: p.box.offsets)])
+    if len(places) == 1:
+        return _piece_entry(spec, places[0], replicated=spec.replicated)
+    return ChunkedTensorEntry(spec.dtype, spec.shape, [_shard(spec, place) for place in places], spec.replicated)
+
+
+def _shard(spec: TensorSpec, place: _Place) -> Shard:
+    return Shard(place.box.offsets, place.box.sizes, _piece_entry(spec, place, replicated=False))
+
+
+def _piece_entry(spec: TensorSpec, place: _Place, *, replicated: bool) -> TensorEntry:
+    return TensorEntry(place.location, "buffer_protocol", spec.dtype, place.box.sizes, replicated, place.byte_range)
+
+
+def _blob_entry(spec: BlobSpec, location: str) -> Entry:
+    if spec.obj_type:
+        return ObjectEntry(location, "torch_save", spec.obj_type, spec.replicated)
+    return TensorEntry(location, "torch_save", spec.dtype, spec.shape, spec.replicated)
