@@ -3,21 +3,12 @@
 from collections.abc import Iterable, Mapping
 
 from lightning_snapshot.errors import DataError, SnapshotError
-from lightning_snapshot.manifest import (
-    ChunkedTensorEntry,
-    DTensorEntry,
-    FileRecord,
-    Manifest,
-    ObjectEntry,
-    ShardedTensorEntry,
-    TensorEntry,
-    decode,
-    encode,
-)
+from lightning_snapshot.manifest import FileRecord, Manifest, decode, encode
 from lightning_snapshot.storage import Storage, Transaction
+from lightning_snapshot.storage.locations import data_locations
 from lightning_snapshot.write_plan import FilePlan
 
-__all__ = ["commit", "data_locations", "replaced_locations"]
+__all__ = ["commit", "replaced_locations"]
 
 
 def commit(
@@ -42,29 +33,16 @@ def commit(
     """
     _check(planned, manifest.extension.files if manifest.extension else {})
     transaction.commit(encode(manifest))
-    storage.discard(replaced - data_locations(manifest))
+    storage.discard(replaced.difference(data_locations(manifest)))
 
 
 def replaced_locations(storage: Storage) -> frozenset[str]:
     """The data files of the snapshot that is there now; none if there is none, or none that can be read."""
     try:
-        return data_locations(decode(storage.read_metadata(), source=storage.url))
+        return frozenset(data_locations(decode(storage.read_metadata(), source=storage.url)))
     except SnapshotError:
         # Nothing there, or damaged beyond reading: then nobody knows its files, and they stay.
         return frozenset()
-
-
-def data_locations(manifest: Manifest) -> frozenset[str]:
-    """All data files that a manifest names."""
-    found: set[str] = set()
-    for entry in manifest.entries.values():
-        if isinstance(entry, (TensorEntry, ObjectEntry)):
-            found.add(entry.location)
-        elif isinstance(entry, ChunkedTensorEntry):
-            found.update(chunk.tensor.location for chunk in entry.chunks)
-        elif isinstance(entry, (ShardedTensorEntry, DTensorEntry)):
-            found.update(shard.tensor.location for shard in entry.shards)
-    return frozenset(found)
 
 
 def _check(planned: Iterable[FilePlan], receipts: Mapping[str, FileRecord]) -> None:

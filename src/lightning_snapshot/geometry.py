@@ -99,12 +99,12 @@ def flat_cover(sizes: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def split_first_dimension(sizes: Sequence[int], item_bytes: int, limit_bytes: int) -> list[Box]:
-    """Cut an array along dimension 0 into pieces of at most ``limit_bytes`` where rows allow (FORMAT 6.1).
+    """Cut an array along dimension 0 into equal pieces of whole rows, the last one smaller, as torchsnapshot does.
 
     Args:
         sizes: Shape of the array.
         item_bytes: Bytes of an element.
-        limit_bytes: Bytes of a piece; a single row may be larger.
+        limit_bytes: Bytes of a piece; rounding up to whole rows may add less than one row.
     """
     total = prod(sizes) * item_bytes
     if total <= limit_bytes or not sizes:

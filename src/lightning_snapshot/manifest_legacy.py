@@ -116,20 +116,16 @@ def modernise(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _modernise_piece(piece: object) -> object:
-    if not isinstance(piece, dict):
+    if not isinstance(piece, dict) or "tensor" in piece or "location" not in piece:
         return piece
-    tensor = piece.get("tensor")
-    if tensor is None and "location" in piece:
-        tensor = {
-            "location": piece["location"],
-            "serializer": "torch_save",
-            "dtype": "",
-            "shape": piece.get("sizes"),
-            "replicated": False,
-        }
-    if isinstance(tensor, dict):
-        return {**piece, "tensor": {"type": "Tensor", **tensor}}
-    return piece
+    tensor = {
+        "location": piece["location"],
+        "serializer": "torch_save",
+        "dtype": "",
+        "shape": piece.get("sizes"),
+        "replicated": False,
+    }
+    return {**piece, "tensor": tensor}
 
 
 def _is_replicated(piece: object) -> bool:

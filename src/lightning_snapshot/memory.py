@@ -50,5 +50,12 @@ class BufferPool:
             if self._idle:
                 return self._idle.pop()
             self._unmade -= 1
-        block = mmap.mmap(-1, self._block_bytes)
+        try:
+            block = mmap.mmap(-1, self._block_bytes)
+        except BaseException:
+            # Who waits for this buffer has to try, and fail, as well.
+            with self._changed:
+                self._unmade += 1
+                self._changed.notify()
+            raise
         return Buffer(memoryview(block), torch.frombuffer(block, dtype=torch.uint8))

@@ -68,6 +68,8 @@ def dumps(value: object, place: str) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
+    except Warning:  # the caller turned warnings into errors
+        raise
     # Pickling runs __reduce__ and __getstate__ of any class, which may raise anything.
     except Exception as error:
         msg = (
@@ -97,6 +99,8 @@ def loads(data: bytes | bytearray, place: str, *, trusted: bool, device: torch.d
     except pickle.UnpicklingError as error:
         if not trusted:
             return _loads_plain(data, place, device, error)
+    except Warning:  # the caller turned warnings into errors
+        raise
     # Damaged bytes make torch and its zip reader raise anything from RuntimeError to KeyError.
     except Exception as error:
         if not trusted:
@@ -221,6 +225,7 @@ def _built_in() -> dict[str, Any]:
         "_codecs.encode": codecs.encode,  # protocol 2 writes bytes as text
         "torch.Size": torch.Size,
         "torch.device": torch.device,
+        "torch.serialization._get_layout": vars(import_module("torch.serialization"))["_get_layout"],
         "torch.storage.UntypedStorage": torch.UntypedStorage,
     }
 

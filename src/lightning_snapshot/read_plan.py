@@ -118,14 +118,16 @@ def stored_tensor(path: str, entry: TensorLike) -> StoredTensor:
         msg = f"{path}: a tensor without any piece; its shape and dtype are unknown"
         raise MetadataError(msg)
     dtypes = {shard.tensor.dtype for shard in shards}
+    if isinstance(entry, ChunkedTensorEntry):
+        dtypes = {entry.dtype, *(dtypes - {""})}  # pieces of old snapshots have none of their own
     if len(dtypes) > 1:
         msg = f"{path}: expected one dtype in all pieces, found {sorted(dtypes)}"
         raise MetadataError(msg)
     for shard in shards:
         if tuple(shard.tensor.shape) != tuple(shard.sizes) or len(shard.offsets) != len(shard.sizes):
             msg = (
-                f"{path}: the piece at {list(shard.offsets)} has sizes {list(shard.sizes)}, but its tensor has shape "
-                f"{list(shard.tensor.shape)}"
+                f"{path}: expected a piece with sizes like its shape and as many offsets, found offsets "
+                f"{list(shard.offsets)}, sizes {list(shard.sizes)} and shape {list(shard.tensor.shape)}"
             )
             raise MetadataError(msg)
     pieces = tuple(_piece(path, Box(tuple(s.offsets), tuple(s.sizes)), s.tensor) for s in shards)
@@ -138,7 +140,7 @@ def stored_tensor(path: str, entry: TensorLike) -> StoredTensor:
         raise MetadataError(msg)
     if frame != shape:
         pieces = tuple(StoredPiece(whole(()), p.location, p.byte_range, p.is_zip) for p in pieces)
-    return StoredTensor(entry.dtype if isinstance(entry, ChunkedTensorEntry) else dtypes.pop(), shape, pieces)
+    return StoredTensor(dtypes.pop(), shape, pieces)
 
 
 def _piece(path: str, box: Box, tensor: TensorEntry) -> StoredPiece:
@@ -153,18 +155,20 @@ def _extent(pieces: Iterable[StoredPiece]) -> tuple[int, ...]:
     return tuple(max(column) for column in zip(*ends, strict=False))
 
 
-def plan_read(tensors: Mapping[str, tuple[StoredTensor, int, Box]], objects: Mapping[str, str]) -> ReadPlan:
+def plan_read(
+    tensors: Mapping[str, tuple[StoredTensor, int, Box]], objects: Mapping[str, tuple[str, tuple[int, int] | None]]
+) -> ReadPlan:
     """Plan a load.
 
     Args:
         tensors: Logical path → tensor, bytes of one of its elements, and the global box that is wanted.
-        objects: Logical path of a value that is read in one piece → its file.
+        objects: Logical path of a value that is read in one piece → its file, and the range there if not all of it.
 
     Raises:
         MetadataError: A byte range does not have the length that shape and dtype ask for.
     """
     fetches: list[Fetch] = []
-    blobs = [Blob(path, location, None, None) for path, location in objects.items()]
+    blobs = [Blob(path, location, byte_range, None) for path, (location, byte_range) in objects.items()]
     for path, (tensor, item_bytes, wanted) in tensors.items():
         taken: set[Box] = set()
         for piece in tensor.pieces:

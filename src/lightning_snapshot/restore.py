@@ -38,7 +38,7 @@ from lightning_snapshot.options import Options
 from lightning_snapshot.read_plan import Blob, Fetch, ReadPlan, StoredTensor, TensorLike, plan_read, stored_tensor
 from lightning_snapshot.storage import Storage
 from lightning_snapshot.tensors import TensorTarget
-from lightning_snapshot.tree import StateTree, read_primitive
+from lightning_snapshot.tree import StateTree, encode_key, read_primitive
 from lightning_snapshot.view import Located, view_of_rank
 
 __all__ = ["load", "read_manifest", "read_value"]
@@ -133,7 +133,12 @@ def _load(
     device: torch.device,
 ) -> dict[str, Any]:
     view = view_of_rank(manifest, rank)
-    tree = StateTree({path: located.entry for path, located in view.items()}, _notes(manifest, rank))
+    notes = _notes(manifest, rank)
+    if notes is not None and rank >= manifest.world_size:
+        # A new rank has those of rank 0's roots that are shared.
+        seen = tuple(key for key in notes.roots if notes.moved.get(encode_key(key), encode_key(key)) in view)
+        notes = RankNotes(seen, notes.containers, notes.tensors, notes.tied, notes.same, notes.moved)
+    tree = StateTree({path: located.entry for path, located in view.items()}, notes)
     roots = tree.roots if keys is None else {key: _root(storage, tree, key) for key in keys}
     paths = tree.leaf_paths(roots.values(), with_root_attributes=keys is None)
     leaves = _Leaves(storage, manifest, view, options, targets, device).read(paths)
@@ -204,13 +209,15 @@ class _Leaves:
         """Logical path → value, for each of ``paths``."""
         wanted = set(paths)
         tied = {path: first for path in paths if (first := self._tied_to(path)) in wanted}
-        objects_at: dict[str, str] = {}
+        objects_at: dict[str, tuple[str, tuple[int, int] | None]] = {}
         for path in paths:
             entry = self._view[path].entry
             if path in tied:
                 continue
-            if isinstance(entry, ObjectEntry) or _is_quantized(entry):
-                objects_at[path] = entry.location
+            if isinstance(entry, ObjectEntry):
+                objects_at[path] = entry.location, None
+            elif _is_quantized(entry):
+                objects_at[path] = entry.location, entry.byte_range
             else:
                 self._tensors[path] = stored_tensor(path, _tensor_entry(path, entry))
         boxes = {path: (tensor, self._item_bytes(path), whole(tensor.shape)) for path, tensor in self._tensors.items()}
@@ -250,11 +257,16 @@ class _Leaves:
             )
             if blob.piece is None:
                 values[blob.path] = self._finish(blob.path, value)
-            elif isinstance(value, torch.Tensor) and value.numel() == blob.piece.volume:
-                self._target(blob.path, value.dtype).place(blob.piece, value)
+            elif isinstance(value, torch.Tensor) and tensors.is_piece(value, blob.piece.sizes):
+                target = self._target(blob.path, value.dtype)
+                if target.tensor.dtype != value.dtype:
+                    msg = f"{blob.path}: expected {target.tensor.dtype} in {blob.location}, found {value.dtype}"
+                    raise DataError(msg)
+                target.place(blob.piece, value)
             else:
                 sizes = list(blob.piece.sizes)
-                msg = f"{blob.path}: expected a tensor of sizes {sizes} in {blob.location}, found {value!r:.80}"
+                found = f"one of {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                msg = f"{blob.path}: expected a dense tensor of sizes {sizes} in {blob.location}, found {found}"
                 raise DataError(msg)
         return values
 
@@ -281,7 +293,7 @@ class _Leaves:
         given = self._given.get(path)
         if given is not None and isinstance(value, torch.Tensor) and value.data_ptr() == given.data_ptr():
             return given
-        return tensors.finish(value, self._note(path)) if isinstance(value, torch.Tensor) else value
+        return tensors.finish(value, self._note(path), path) if isinstance(value, torch.Tensor) else value
 
     def _dtype(self, path: str) -> torch.dtype | None:
         note = self._note(path)
@@ -306,8 +318,13 @@ class _Leaves:
         return notes.tensors.get(logical_path) if notes else None
 
     def _tied_to(self, path: str) -> str | None:
+        """Path of the first tensor that has the memory of this one, if the entries bear out what the notes say."""
         notes, logical_path = self._rank_notes(path)
-        return notes.tied.get(logical_path) if notes else None
+        first = notes.tied.get(logical_path) if notes else None
+        if notes is None or first is None or first not in self._view or first in notes.tied:
+            return None
+        entry = self._view[path].entry
+        return first if isinstance(entry, TensorLike) and entry == self._view[first].entry else None
 
 
 def _is_quantized(entry: Entry) -> TypeGuard[TensorEntry]:

@@ -24,6 +24,7 @@ __all__ = [
     "dtype_named",
     "finish",
     "is_fillable",
+    "is_piece",
     "is_tensor",
     "memory_key",
     "portable",
@@ -41,6 +42,8 @@ _PORTABLE = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
+# The dtypes of quantized tensors that may stand in a tensor entry.
+_PORTABLE_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
 # Same width, and copied bit for bit.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -74,7 +77,7 @@ def storage_kind(tensor: torch.Tensor, place: str) -> str:
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return "object"
     if tensor.is_quantized:
-        return "zip"
+        return "zip" if tensor.dtype in _PORTABLE_QUANTIZED else "object"
     if tensor.layout != torch.strided or tensor.is_nested:
         return "object"
     return "dense" if tensor.numel() else "zip"
@@ -148,14 +151,25 @@ def portable(tensor: torch.Tensor) -> torch.Tensor:
     """An empty or quantized tensor in the form in which torchsnapshot takes it as a ``torch.save`` blob."""
     tensor = tensor.detach().contiguous()
     # A slice of a large tensor would take the whole memory of the latter along.
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 and not tensor.is_quantized:
         return torch.empty(tensor.shape, dtype=stored_dtype(tensor.dtype))
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size() else tensor
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
     """A sparse tensor without the parts of larger tensors that its indices and values may be views of."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if tensor.layout != torch.strided else tensor
+    if tensor.layout == torch.strided:
+        return tensor
+    copy = tensor.detach().clone()
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a uint8 vector."""
+    # A tensor of one element counts as contiguous whatever its stride, and reshape keeps that.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +185,7 @@ class TensorSource:
         """
         tensor = self.tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            flat = tensor.reshape(-1).view(torch.uint8)
-            out.copy_(flat[begin_bytes : begin_bytes + out.numel()])
+            out.copy_(_flat_bytes(tensor)[begin_bytes : begin_bytes + out.numel()])
             return
         item_bytes = tensor.element_size()
         first = begin_bytes // item_bytes
@@ -235,7 +248,7 @@ class TensorTarget:
             row = prod(shape[1:])
             skipped = (piece.offsets[0] - self.box.offsets[0]) * row if shape else 0
             start = (first + skipped) * fetch.item_bytes
-            self.tensor.reshape(-1).view(torch.uint8)[start : start + data.numel()].copy_(data)
+            _flat_bytes(self.tensor)[start : start + data.numel()].copy_(data)
             return
         raw = _RAW[fetch.item_bytes]
         rows, into = data.view(raw), self.tensor.view(raw)
@@ -253,15 +266,29 @@ class TensorTarget:
         """Put a whole piece in its place."""
         part = intersect(piece, self.box)
         if part is not None:
-            source = value.reshape(piece.sizes)[part.relative_to(piece.offsets).slices]
+            source = value.detach().reshape(piece.sizes)[part.relative_to(piece.offsets).slices]
             self.tensor[part.relative_to(self.box.offsets).slices].copy_(source)
 
 
-def finish(tensor: torch.Tensor, note: TensorNote | None) -> torch.Tensor:
-    """The tensor as it was: a parameter, or one that requires gradients."""
+def is_piece(value: torch.Tensor, sizes: Sequence[int]) -> bool:
+    """Whether a tensor from a file can be the piece of these sizes of a dense tensor."""
+    dense = value.layout == torch.strided and not value.is_quantized and not value.is_nested and not value.is_meta
+    # Snapshots of autumn 2022 describe a 0-d tensor as one of shape [1], or the other way round.
+    return dense and (tuple(value.shape) == tuple(sizes) or (value.numel() == prod(sizes) == 1))
+
+
+def finish(tensor: torch.Tensor, note: TensorNote | None, path: str) -> torch.Tensor:
+    """The tensor as it was: a parameter, or one that requires gradients.
+
+    Raises:
+        MetadataError: The note asks for gradients of a tensor that can have none.
+    """
     if note is None:
         return tensor
     requires_grad = note.parameter if note.requires_grad is None else note.requires_grad
+    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        msg = f"{path}: expected a dtype that can have gradients, found {tensor.dtype}"
+        raise MetadataError(msg)
     if note.parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor

@@ -39,6 +39,8 @@ _MAX_INLINE_BYTES = 64 * 1024
 _MAX_INLINE_INT_BITS = 14_000
 # Flattening takes three Python frames a level; the interpreter allows about a thousand in all.
 _MAX_DEPTH = 200
+# More than any list can have; Python refuses to read numbers of more than 4300.
+_MAX_INDEX_DIGITS = 20
 _INLINE_TYPES = frozenset({int, str, bool, bytes, float})
 _IMMUTABLE_TYPES = frozenset({type(None), tuple, complex, frozenset, range, type}) | _INLINE_TYPES
 
@@ -117,7 +119,8 @@ class _Flattener:
         if type(state) is OrderedDict:
             extra = self._extra("", dict(vars(state))) if vars(state) else ""
             self._flat.containers[""] = ContainerNote(kind="OrderedDict", extra=extra)
-        for key, value in state.items():
+        # Objects are told apart by their address, so all must live until the end, also those that ``state`` makes up.
+        for key, value in list(state.items()):
             if type(key) is not str:
                 msg = f"top-level keys of a snapshot must be str, found {key!r} of type {type(key).__name__}"
                 raise UnsupportedValueError(msg)
@@ -223,6 +226,10 @@ def _is_named(kind: type) -> bool:
     return hasattr(kind, "_fields") and hasattr(kind, "_make")
 
 
+def _is_index(token: str) -> bool:
+    return token.isdecimal() and token.isascii() and len(token) < _MAX_INDEX_DIGITS
+
+
 def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
@@ -311,7 +318,7 @@ class StateTree:
         self._list_children: dict[str, list[tuple[int, str]]] = {}
         for path in (*entries, *self._notes.moved):
             parent, _, token = path.rpartition("/")
-            if token.isdecimal() and token.isascii() and isinstance(entries.get(parent), ListEntry):
+            if _is_index(token) and isinstance(entries.get(parent), ListEntry):
                 self._list_children.setdefault(parent, []).append((int(token), path))
         for children in self._list_children.values():
             children.sort()
@@ -363,7 +370,7 @@ class StateTree:
             MetadataError: Entries are missing or contradict each other.
         """
         builder = _Builder(self, leaf, resolve_class)
-        return [builder.value(path, 0) for path in paths]
+        return [builder.value(path) for path in paths]
 
     def root_container(self, items: dict[str, Any], leaf: Callable[[str], Any]) -> dict[str, Any]:
         """``items`` in the container that the whole state was."""
@@ -427,20 +434,26 @@ class _Builder:
         self._leaf = leaf
         self._resolve_class = resolve_class
         self._built: dict[str, Any] = {}
+        self._open: set[str] = set()
 
-    def value(self, path: str, depth: int) -> Any:
+    def value(self, path: str) -> Any:
         path = self._tree.locate(path)
         first = self._tree.first_path(path)
         if first in self._built:
             return self._built[first]
-        if depth > _MAX_DEPTH + 1:
-            msg = f"{path[:200]}…: nested more than {_MAX_DEPTH} levels deep"
+        if not self._open.isdisjoint((path, first)):
+            msg = f"{path}: expected a value of its own, found one that contains itself; the metadata is damaged"
+            raise MetadataError(msg)
+        if len(self._open) > _MAX_DEPTH:
+            msg = f"{path[:200]}…: expected at most {_MAX_DEPTH} levels of nesting, found more"
             raise MetadataError(msg)
         entry = self._tree.entry(path)
         if isinstance(entry, PrimitiveEntry):
             return read_primitive(path, entry)
         if isinstance(entry, (DictEntry, OrderedDictEntry, ListEntry)):
-            items = [(key, self.value(child, depth + 1)) for key, child in self._tree.children(path)]
+            self._open.add(path)
+            items = [(key, self.value(child)) for key, child in self._tree.children(path)]
+            self._open.discard(path)
             value = self._container(path, entry, items)
         else:
             value = self._leaf(path)

@@ -79,7 +79,7 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     view |= replicated
     listed = _Listed(view, rank)
     for logical_path, parts in sharded.items():
-        if rank in parts and logical_path not in replicated:
+        if rank in parts:
             view[logical_path] = Located(parts[rank].path, _merge(logical_path, parts))
         elif logical_path not in view and listed.has(logical_path, parts):
             view[logical_path] = Located(parts[min(parts)].path, _merge(logical_path, parts))

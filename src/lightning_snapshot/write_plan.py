@@ -4,12 +4,12 @@ Pure and deterministic: the same specs give the same plan, on every rank and in 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeAlias
 
 from lightning_snapshot.errors import UnsupportedValueError
-from lightning_snapshot.geometry import Box, split_first_dimension, whole
+from lightning_snapshot.geometry import Box, find_tiling_defect, split_first_dimension, whole
 from lightning_snapshot.manifest import (
     ChunkedTensorEntry,
     DictEntry,
@@ -170,6 +170,7 @@ def plan_write(specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
     Raises:
         UnsupportedValueError: Ranks disagree about a tensor that they share.
     """
+    _check_agreement(specs)
     parts = list(_cut(specs, layout))
     places, files = _place(parts, _assign(parts, len(specs)), len(specs), layout)
     return WritePlan(_entries(specs, places), files)
@@ -186,17 +187,23 @@ def _cut(specs: Sequence[RankSpecs], layout: Layout) -> Iterator[_Part]:
                 yield _Part(
                     path, whole(()), holders, spec.size_bytes, own_file=True, replicated=replicated, digest=digest
                 )
-            elif isinstance(spec, TensorSpec) and spec.box is not None:
+            elif isinstance(spec, TensorSpec) and spec.box is not None and not spec.tied_to:
                 for box, begin, end in _pieces(spec.box, spec.item_bytes, layout.chunk_bytes):
                     sharded.setdefault((path, box), {})[rank] = (begin, end)
             elif isinstance(spec, TensorSpec) and not spec.tied_to and not (spec.replicated and rank):
-                ranks = _replicas(specs, path, spec) if spec.replicated else [rank]
+                ranks = range(len(specs)) if spec.replicated else (rank,)
                 for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, layout.chunk_bytes):
                     holders = dict.fromkeys(ranks, (begin, end))
                     yield _Part(path, box, holders, end - begin, spec.is_tied, spec.replicated)
     for (path, box), holders in sharded.items():
         begin, end = next(iter(holders.values()))
-        yield _Part(path, box, holders, end - begin)
+        is_tied = any(_is_tied(specs[rank][path]) for rank in holders)
+        if box.volume:  # a rank may hold nothing of a tensor
+            yield _Part(path, box, holders, end - begin, is_tied)
+
+
+def _is_tied(spec: Entry | TensorSpec | BlobSpec) -> bool:
+    return isinstance(spec, TensorSpec) and spec.is_tied
 
 
 def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[tuple[Box, int, int]]:
@@ -208,12 +215,32 @@ def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[tuple[Box, 
         yield Box(offsets, piece.sizes), begin, begin + piece.volume * item_bytes
 
 
-def _replicas(specs: Sequence[RankSpecs], path: str, spec: TensorSpec) -> list[int]:
+def _check_agreement(specs: Sequence[RankSpecs]) -> None:
+    sharded: dict[str, list[TensorSpec]] = {}
     for rank, spec_of in enumerate(specs):
-        if spec_of.get(path) != spec:
-            msg = f"{path}: marked replicated, but rank 0 has {spec} and rank {rank} has {spec_of.get(path)}"
+        for path in dict.fromkeys((*spec_of, *specs[0])):
+            first, spec = specs[0].get(path), spec_of.get(path)
+            if isinstance(spec, TensorSpec) and spec.box is not None:
+                sharded.setdefault(path, []).append(spec)
+            elif (_is_replicated(first) or _is_replicated(spec)) and _common(first) != _common(spec):
+                msg = f"{path}: marked replicated, but rank 0 has {first} and rank {rank} has {spec}"
+                raise UnsupportedValueError(msg)
+    for path, shards in sharded.items():
+        kinds = {(spec.dtype, spec.item_bytes, spec.shape): None for spec in shards}
+        if len(kinds) > 1:
+            msg = f"{path}: expected one dtype and shape on all ranks, found {', '.join(map(str, kinds))}"
             raise UnsupportedValueError(msg)
-    return list(range(len(specs)))
+        defect = find_tiling_defect(shards[0].shape, [spec.box for spec in shards if spec.box is not None])
+        if defect:
+            msg = (
+                f"{path}: the shards of all ranks do not make up the tensor of shape {list(shards[0].shape)}: {defect}"
+            )
+            raise UnsupportedValueError(msg)
+
+
+def _common(spec: Entry | TensorSpec | BlobSpec | None) -> object:
+    """What must be equal on all ranks. Equal objects may be pickled to different bytes."""
+    return replace(spec, size_bytes=0, digest="") if isinstance(spec, BlobSpec) else spec
 
 
 def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
@@ -315,8 +342,8 @@ def _entries(specs: Sequence[RankSpecs], places: _Places) -> dict[str, Entry]:
     return entries
 
 
-def _is_replicated(spec: Entry | TensorSpec | BlobSpec) -> bool:
-    if isinstance(spec, (ListEntry, DictEntry, OrderedDictEntry, ShardedTensorEntry, DTensorEntry)):
+def _is_replicated(spec: Entry | TensorSpec | BlobSpec | None) -> bool:
+    if spec is None or isinstance(spec, (ListEntry, DictEntry, OrderedDictEntry, ShardedTensorEntry, DTensorEntry)):
         return False
     return spec.replicated
 

@@ -28,7 +28,7 @@ class FaultyPosix(Posix):
         fail_at: Number of the call, from 1 on, that fails.
         error: ``errno`` of that failure.
         crash_at: Number of the call that is not made any more, and none after it.
-        without: Calls that the file system does not know: ``"exchange"``, ``"lock"``.
+        without: Calls that the file system does not know: ``"exchange"``, ``"lock"``, ``"open_direct"``.
         most_bytes: How much one read or write transfers at most.
         before: Call name → what to do just before each such call.
         after: Call name → what to do just after each such call.
@@ -81,12 +81,14 @@ class FaultyPosix(Posix):
             return None
         if name == "lock" and name in self.without:
             return False
+        if name == "open_direct" and name in self.without:
+            return None
         if name in self.without:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         if name in ("read", "write") and self.most_bytes is not None:
             args = (args[0], args[1][: self.most_bytes], args[2])
         result = real(self, *args, **kwargs)
-        if name in ("open_folder", "create_file", "open_file"):
+        if name in ("open_folder", "create_file", "open_file", "open_direct") and result is not None:
             self._open[result] = args[0]
         if name == "close":
             del self._open[args[0]]
@@ -98,6 +100,11 @@ class FaultyPosix(Posix):
             os.close(descriptor)
             del self._open[descriptor]
         raise SimulatedCrash
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What is open now."""
+        return list(self._open)
 
     @property
     def open_paths(self) -> list[Path]:

@@ -341,7 +341,9 @@ class StorageContract:
         storage.remove()
 
     def test_remove_takes_what_the_metadata_names_and_keeps_the_rest(self, storage):
-        self.plant(storage, METADATA_NAME, metadata_for(["0/h/x/../model", "batched/x", "never/there", *HOSTILE[1:-1]]))
+        self.plant(
+            storage, METADATA_NAME, metadata_for(["0/h/x/../model", "batched/x", "0", "never/there", *HOSTILE[1:-1]])
+        )
         self.plant(storage, "0/h/model", b"named")
         self.plant(storage, "batched/x", b"named")
         self.plant(storage, ".data/dead/0", b"leftover")

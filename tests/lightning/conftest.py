@@ -1,6 +1,9 @@
 """Trainers and modules of either distribution."""
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,3 +49,40 @@ def make_fabric(namespace) -> Callable[..., Any]:
         return namespace.fabric.Fabric(accelerator="cpu", devices=1, plugins=[SnapshotCheckpointIO(**arguments)])
 
     return make
+
+
+@pytest.fixture
+def start_program(namespace) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts a program of ``tests/lightning/programs`` with the name of the distribution as its first argument."""
+    root = Path(__file__).parents[2]
+    started = []
+
+    def start(name: str, *arguments: object) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-u", Path(__file__).parent / "programs" / name, namespace.name, *arguments]
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env={**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_program(start_program) -> Callable[..., str]:
+    """Runs such a program to its end; returns what it has printed."""
+
+    def run(name: str, *arguments: object) -> str:
+        process = start_program(name, *arguments)
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        return output
+
+    return run

@@ -128,10 +128,12 @@ def test_evaluation_takes_the_weights_of(namespace, cls, make_trainer, tmp_path,
     quiet = {} if verb == "predict" else {"verbose": False}
     path = tmp_path / "kept" / "epoch=0-step=4.ckpt"
 
+    best = checkpoint.best_model_path
     # The model that was fitted comes first: with another one passed, that is the Trainer's model from then on.
     cases = [(None, "best", weights[1]), (None, "last", weights[2]), (None, path, weights[0]), (None, None, weights[1])]
     cases += [(fresh, None, own), (fresh, "best", weights[1]), (fresh, "last", weights[2]), (fresh, path, weights[0])]
     for given, ckpt_path, expected in cases:
+        checkpoint.best_model_path = best  # Lightning takes it from whatever it has loaded last
         getattr(trainer, verb)(given, ckpt_path=ckpt_path, **quiet)
         used = (given or model).weights_in_evaluation[-1]
         assert torch.equal(used, expected), (given is fresh, ckpt_path)

@@ -159,9 +159,10 @@ def test_a_list_has_the_items_that_other_ranks_of_the_mesh_keep() -> None:
     assert list(view_of_rank(manifest, 1)) == ["l", "l/0"]
 
 
-def test_shards_of_equal_place_all_stay() -> None:
-    entries: dict[str, Entry] = {f"{rank}/s": ShardedTensorEntry([shard(0, 2)]) for rank in range(2)}
-    assert view_of_rank(manifest_of(2, entries), 0)["s"].entry == ShardedTensorEntry([shard(0, 2), shard(0, 2)])
+def test_shards_of_equal_place_all_stay_in_the_order_of_ranks() -> None:
+    copies = [Shard((0,), (2,), TensorEntry(f"f{rank}", "torch_save", "torch.int8", (2,), False)) for rank in range(3)]
+    entries: dict[str, Entry] = {f"{rank}/s": ShardedTensorEntry([copies[rank]]) for rank in (2, 0, 1)}
+    assert view_of_rank(manifest_of(3, entries), 1)["s"].entry == ShardedTensorEntry(copies)
 
 
 def test_a_value_that_is_sharded_elsewhere_only_stays_what_it_is() -> None:

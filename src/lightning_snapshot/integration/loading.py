@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning_snapshot.integration.namespaces import modules
-from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
+from lightning_snapshot.integration.plugin import SnapshotCheckpointIO, local_path
 from lightning_snapshot.snapshot import Snapshot
 from lightning_snapshot.storage import open_storage
 
@@ -109,7 +109,7 @@ def _snapshot_aware_loader(original: Callable[..., Any], plugin: SnapshotCheckpo
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: FBT001  # as the original
     ) -> Any:
-        if isinstance(path_or_url, (str, os.PathLike)) and "://" not in os.fspath(path_or_url):
+        if isinstance(path_or_url, (str, os.PathLike)) and local_path(path_or_url):
             return plugin.load_checkpoint(path_or_url, map_location, weights_only)
         # Lightning before 2.6 has no such argument.
         chosen = {} if weights_only is None else {"weights_only": weights_only}
@@ -134,7 +134,7 @@ def _take_hyperparameters(cli: Any) -> bool:
     """
     subcommand = cli.config.get("subcommand")
     path = cli.config[subcommand].get("ckpt_path") if subcommand else None
-    if not path or not os.path.isdir(path) or not open_storage(path).is_snapshot():
+    if not path or not os.path.isdir(local_path(path)) or not open_storage(path).is_snapshot():
         return False
     snapshot = Snapshot(path)
     if "0/hyper_parameters" not in snapshot.get_manifest():

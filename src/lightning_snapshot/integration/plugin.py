@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from lightning_snapshot.save import save
 from lightning_snapshot.snapshot import new_save_id
 from lightning_snapshot.storage import open_storage
 
-__all__ = ["SnapshotCheckpointIO"]
+__all__ = ["SnapshotCheckpointIO", "local_path"]
 
 _Path: TypeAlias = str | os.PathLike[str]
 
@@ -91,7 +92,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         """
         targets = self._take_targets()
         trusted = self._options.trusted or weights_only is False
-        if os.path.isfile(_local_path(path)):
+        if os.path.isfile(local_path(path)):
             return _load_file(path, map_location, weights_only=False if trusted else weights_only)
         storage = open_storage(path, self._storage_options)
         options = replace(self._options, trusted=trusted)
@@ -141,7 +142,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             )
 
 
-def _local_path(path: _Path) -> str:
+def local_path(path: _Path) -> str:
     """The file or folder that a path or ``file://`` URL names; nothing for a URL of another kind."""
     text = os.fspath(path)
     return url_to_fs(text)[1] if split_protocol(text)[0] in (None, "file", "local") else ""
@@ -162,14 +163,17 @@ def _device(map_location: Any) -> torch.device:
 def _load_file(path: str, map_location: Any, *, weights_only: bool | None) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        msg = (
-            f"{path}: this checkpoint file holds more than plain data ({error}). If you trust whoever wrote it, pass "
-            "weights_only=False, or SnapshotCheckpointIO(trusted=True)"
-        )
-        raise UnsafeObjectError(msg) from error
-    # Damaged files make torch and its zip reader raise anything.
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    # Damaged files make torch and its zip reader raise anything from UnpicklingError to KeyError.
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        # How torch names what it has refused to run.
+        refused = re.search(r"GLOBAL (\S+)|but got <class '(\S+)'>", str(error))
+        if refused:
+            msg = (
+                f"{path}: reading this checkpoint file needs {refused[1] or refused[2]}, which is not known to be plain "
+                "data. If you trust whoever wrote it, pass weights_only=False (Lightning) or trusted=True; or allow the "
+                "class with torch.serialization.add_safe_globals"
+            )
+            raise UnsafeObjectError(msg) from error
         msg = f"{path}: expected a checkpoint file written by torch.save, but it cannot be read: {error}"
         raise DataError(msg) from error
     if not isinstance(checkpoint, dict):

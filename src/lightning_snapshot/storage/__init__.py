@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import split_protocol, url_to_fs  # type: ignore[import-untyped]  # fsspec ships no types
+from fsspec.core import split_protocol, url_to_fs
 
 from lightning_snapshot.errors import NotASnapshotError, UnsupportedFeatureError
 from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME, Reader, Storage, Transaction, Writer
@@ -15,13 +15,18 @@ from lightning_snapshot.storage.posix import Posix
 __all__ = ["DATA_FOLDER", "METADATA_NAME", "Reader", "Storage", "Transaction", "Writer", "open_storage"]
 
 
+# What fsspec's local file system takes, so that a program with one set of options for all places runs here, too.
+_LOCAL_OPTIONS = frozenset({"auto_mkdir"})
+
+
 def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """The storage for a path or URL, as Lightning's own path handling understands it. Nothing is read or written.
 
     Args:
         url: A path, or ``file://`` or ``local://`` and a path. A relative one is made absolute now, so that a later
             change of the working directory does not move the snapshot.
-        storage_options: Options of the storage; a local disk has none.
+        storage_options: Options of the storage, as fsspec has them. A local disk has only ``auto_mkdir``, which is
+            always on.
 
     Raises:
         NotASnapshotError: The path is empty or cannot be the path of anything.
@@ -38,9 +43,9 @@ def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if protocol not in (None, "file", "local"):
         msg = f"{text}: this version reads and writes local disks only, found {protocol!r}; object stores come later"
         raise UnsupportedFeatureError(msg)
-    if storage_options:
-        names = ", ".join(sorted(storage_options))
-        msg = f"{text}: a local disk takes no storage options, found {names}; leave them away"
+    unknown = sorted(set(storage_options or ()) - _LOCAL_OPTIONS)
+    if unknown:
+        msg = f"{text}: a local disk takes no storage options but {sorted(_LOCAL_OPTIONS)}, found {unknown}"
         raise UnsupportedFeatureError(msg)
     place = Path(url_to_fs(text)[1])
     # The last part may be a link, which a save replaces; the parts before it are resolved so that `..` means what the

@@ -164,9 +164,13 @@ def claim_folder(posix: Posix, path: Path) -> int:
         posix.make_folder(path)
         with suppress(FileNotFoundError):
             descriptor = posix.open_folder(path)
-            posix.lock(descriptor, wait=True)
-            if _is_at(path, descriptor):
-                return descriptor
+            try:
+                posix.lock(descriptor, wait=True)
+                if _is_at(path, descriptor):
+                    return descriptor
+            except BaseException:
+                posix.close(descriptor)
+                raise
             # Somebody cleaned up between the creation and the lock, and took this for a dead save.
             posix.close(descriptor)
     raise OSError(errno.EBUSY, "other processes keep removing it", str(path))
@@ -215,14 +219,14 @@ def remove_dead_siblings(posix: Posix, parent: Path) -> None:
                 _remove_if_dead(posix, path)
 
 
-def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, replaced: Collection[str]) -> None:
+def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, complete: Collection[str]) -> None:
     """Remove data in ``.data`` that the snapshot does not use. Failures are logged.
 
     Args:
         posix: The system calls.
         root: The snapshot.
         metadata: Its metadata.
-        replaced: Saves that were complete, so that they can go even where the file system knows no locks.
+        complete: Saves that are not being written any more, and can go even where the file system knows no locks.
     """
     data = root / DATA_FOLDER
     for name in _list_if_there(posix, data):
@@ -235,7 +239,7 @@ def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, replaced: Colle
                 # The metadata of a save that lives has its folder beside it.
                 if name != save_id and not os.path.lexists(data / save_id):
                     remove_path(posix, path)
-            elif save_id in replaced:
+            elif save_id in complete:
                 remove_path(posix, path)
             else:
                 _remove_if_dead(posix, path)
@@ -254,10 +258,11 @@ def finish_exchanges(posix: Posix, parent: Path) -> None:
 
 
 def _finish_exchange(posix: Posix, folder: Path, save_id: str) -> None:
-    for name in posix.list_folder(folder):
+    names = posix.list_folder(folder)
+    if any(_is_folder(folder / name) for name in names):
+        return  # not ours: only files and links are moved away
+    for name in names:
         root, old = folder.parent / name, folder / name
-        if _is_folder(old):
-            continue
         if not os.path.lexists(root):
             staged = staging_path(root, save_id)
             posix.rename(staged if _is_folder(staged) else old, root)

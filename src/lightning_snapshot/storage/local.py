@@ -212,8 +212,9 @@ class LocalStorage:
     # --- removing ----------------------------------------------------------------------------------------------------
 
     def _clean_up(self) -> None:
-        with warn_only(f"clean up beside {self._url}"):
+        with warn_only(f"finish interrupted saves beside {self._url}"):
             finish_exchanges(self._posix, self._root.parent)
+        with warn_only(f"clean up beside {self._url}"):
             remove_dead_siblings(self._posix, self._root.parent)
         if self._root.is_symlink() or not (self._root / DATA_FOLDER).is_dir():
             return
@@ -278,11 +279,8 @@ class LocalStorage:
                         raise
 
     def _warn_about_kept_files(self) -> None:
-        kept = [
-            os.path.relpath(Path(folder, name), self._root)
-            for folder, folders, files in os.walk(self._root)
-            for name in (files or ([] if folders else [""]))
-        ]
+        files = [path for path in self._root.rglob("*") if path.is_symlink() or not path.is_dir()]
+        kept = [str(path.relative_to(self._root)) for path in files] or self._posix.list_folder(self._root)
         names = ", ".join(sorted(kept)[:_MAX_NAMES])
         more = f" and {len(kept) - _MAX_NAMES} more" if len(kept) > _MAX_NAMES else ""
         msg = f"{self._url}: removed the snapshot, but kept the files that it does not name: {names}{more}"

@@ -132,18 +132,12 @@ class MemoryStorage:
         if metadata is None and self.files and not any(_save_of(name) for name in self.files):
             msg = f"{self._url}: expected a snapshot or nothing, found {len(self.files)} files without metadata"
             raise NotASnapshotError(msg)
-        named = set()
         if metadata is not None:
             try:
-                locations = data_locations(decode(metadata, source=self._url))
-                named = {normalise_location(location, self._url) for location in locations}
+                self.discard(data_locations(decode(metadata, source=self._url)))
             except MetadataError:
                 self.operations.append(("refuse", METADATA_NAME))
-        kept = {
-            name: content
-            for name, content in self.files.items()
-            if name != METADATA_NAME and name not in named and not _save_of(name)
-        }
+        kept = {name: content for name, content in self.files.items() if name != METADATA_NAME and not _save_of(name)}
         self._place.files = kept
         if kept:
             warnings.warn(f"{self._url}: kept {', '.join(sorted(kept)[:5])}", UserWarning, stacklevel=2)

@@ -72,6 +72,18 @@ class Posix:
         """Open a file for reading. A pipe in its place does not block."""
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
+    def open_direct(self, path: Path, *, writable: bool) -> int | None:
+        """Open a file once more, past the page cache; ``None`` where the system or the file system cannot do that."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return None
+        try:
+            return os.open(path, flag | (os.O_RDWR if writable else os.O_RDONLY | os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            return None
+
     def close(self, descriptor: int) -> None:
         """Release a descriptor."""
         os.close(descriptor)

@@ -60,7 +60,7 @@ class LocalTransaction:
         self._writers: list[LocalWriter] = []
         self._locks: list[int] = []
         self._leftovers: list[Path] = []
-        self._replaced: list[str] = []
+        self._complete_saves: list[str] = []
         self._changed_folder = root.parent
         self._published = False
 
@@ -78,8 +78,9 @@ class LocalTransaction:
             self._start_inside()
             return
         make_folders(self._posix, self._root.parent)
-        self._leftovers.append(self._stage)
         self._locks.append(claim_folder(self._posix, self._stage))
+        # Not before: a folder that was there already belongs to another save.
+        self._leftovers.append(self._stage)
         self._make_folder(self._data_folder())
 
     def create(self, location: str, size_bytes: int) -> LocalWriter:
@@ -117,7 +118,7 @@ class LocalTransaction:
             self._posix.sync_folder(self._changed_folder)
         self._remove_leftovers()
         with warn_only(f"remove what is unused in {self._root}"):
-            remove_dead_saves(self._posix, self._root, metadata, self._replaced)
+            remove_dead_saves(self._posix, self._root, metadata, self._complete_saves)
         self._unlock()
 
     def abort(self) -> None:
@@ -162,8 +163,8 @@ class LocalTransaction:
     def _start_inside(self) -> None:
         self._make_data_root()
         data = self._data_folder()
-        self._leftovers += [data, self._temporary_metadata()]
         self._locks.append(claim_folder(self._posix, data))
+        self._leftovers += [data, self._temporary_metadata()]
         self._folders.add(data)
 
     def _make_data_root(self) -> None:
@@ -191,7 +192,7 @@ class LocalTransaction:
         temporary, published = self._temporary_metadata(), self._root / METADATA_NAME
         self._write_metadata(temporary, metadata)
         self._sync(*self._folders, self._root)
-        self._replaced = self._find_replaced(published, metadata)
+        self._complete_saves = self._find_complete_saves(published)
         with self._publication():
             self._posix.rename(temporary, published)
         self._changed_folder = self._root
@@ -282,15 +283,11 @@ class LocalTransaction:
         for folder in sorted(folders):
             self._posix.sync_folder(folder)
 
-    def _find_replaced(self, published: Path, metadata: bytes) -> list[str]:
-        """The saves whose data the old metadata names and the new one does not."""
+    def _find_complete_saves(self, published: Path) -> list[str]:
+        """The saves that the published metadata names: no other process can be writing to their folders."""
         try:
-            previous = published.read_bytes()
+            metadata = published.read_bytes()
         except FileNotFoundError:
             return []
         names = self._posix.list_folder(self._root / DATA_FOLDER)
-        return [
-            name
-            for name in names
-            if SAVE_ID.fullmatch(name) and is_named(name, previous) and not is_named(name, metadata)
-        ]
+        return [name for name in names if SAVE_ID.fullmatch(name) and is_named(name, metadata)]
