@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_BENCH ?= .venv-bench
 PYTEST_ARGS ?= --numprocesses=logical --maxprocesses=4
+BENCH_ARGS ?=
 
 SOURCES := $(wildcard src tests examples benchmarks)
 TORCHSNAPSHOTS := .interop/torchsnapshot-0.1.0/.stamp .interop/torchsnapshot-nightly/.stamp
@@ -13,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_PROGRESS_BAR := off
 
-.PHONY: demo test test-oldest lint interop clean
+.PHONY: demo test test-oldest lint interop bench clean
 
 demo: $(VENV)/.stamp
 	$(VENV)/bin/python examples/demo.py
@@ -31,8 +33,18 @@ lint: $(VENV)/.stamp
 
 interop: $(TORCHSNAPSHOTS)
 
+# About half an hour, on a disk that nothing else uses meanwhile. A single one: `make bench-save_load`; a quick look:
+# `make bench BENCH_ARGS='--scale 0.05'`; another disk: BENCH_ARGS='--dir /mnt/disk'.
+bench:
+	$(MAKE) bench-save_load
+	$(MAKE) bench-small_tensors
+	$(MAKE) bench-memory
+
+bench-%: benchmarks/%.py $(VENV_BENCH)/.stamp .interop/torchsnapshot-0.1.0/.stamp
+	$(VENV_BENCH)/bin/python $< --json build/bench/$*.json $(BENCH_ARGS)
+
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) .interop .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_BENCH) .interop .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp: CONSTRAINTS := requirements/test.txt
@@ -45,6 +57,12 @@ $(VENV)/.stamp $(VENV_OLDEST)/.stamp: pyproject.toml requirements/tools.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) hatchling
 	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(VENV_BENCH)/.stamp: pyproject.toml requirements/bench.txt requirements/test.txt requirements/tools.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint requirements/test.txt hatchling
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation --editable '.[lightning]' --requirement requirements/bench.txt
 	touch $@
 
 .interop/%/.stamp: requirements/%.txt

@@ -4,11 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from common import OURS
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  # after the backend that needs no display
+from matplotlib.figure import Figure
 
 _OURS_COLOUR, _PEER_COLOUR, _LIMIT_COLOUR = "#5b3fd6", "#b4b8c5", "#d1495b"
 
@@ -25,7 +22,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], raw_save: float, raw_loa
     bars = [row for row in rows if not row["name"].startswith(("raw device", "fio"))]
     bars.sort(key=lambda row: row["save_bytes_per_second"])
     names = [row["name"] for row in bars]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 0.34 * len(bars) + 1.3), sharey=True, layout="constrained")
+    figure = Figure(figsize=(10, 0.34 * len(bars) + 1.3), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, action, title, limit in (
         (axes[0], "save", "Durable save, GB/s", raw_save),
         (axes[1], "load", "Cold load, GB/s", raw_load),
@@ -43,4 +41,3 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], raw_save: float, raw_loa
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a date inside, the same figures give the same file.
     figure.savefig(path, dpi=150, metadata={"Software": None})
-    plt.close(figure)

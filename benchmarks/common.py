@@ -69,7 +69,7 @@ def state_a(scale: float = 1.0) -> State:
 
 
 def state_b(count: int = 20_000) -> State:
-    """Many float32 tensors of 16 × 16."""
+    """Many float32 tensors of 16 by 16."""
     return _random({f"layers.{index // 100}.weights.{index % 100}": (16, 16) for index in range(count)})
 
 
@@ -197,23 +197,28 @@ def middle(samples: Sequence[float]) -> float:
     return float(median(samples))
 
 
+def span(samples: Sequence[float], digits: int) -> str:
+    """The median, and the lowest and highest."""
+    return f"{middle(samples):.{digits}f} ({min(samples):.{digits}f} to {max(samples):.{digits}f})"
+
+
 # --- reporting -------------------------------------------------------------------------------------------------------
 
 
 def machine(folder: Path) -> dict[str, Any]:
     """What the figures depend on."""
     device, file_system = _mount(folder)
-    packages = ("lightning", "safetensors", "torch", "torch_checkpointing")
+    packages = ("torch", "lightning", "safetensors", "torchsnapshot", "torch_checkpointing")
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "file_system": file_system,
         "device": device,
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         "commit": _commit(),
-        "packages": {name: version(name) for name in packages} | {"torchsnapshot": "0.1.0"},
+        "packages": {name: version(name) for name in packages},
         "page_cache_dropped": can_drop_page_cache(),
     }
 
@@ -259,9 +264,9 @@ def goals_table(ratios: Mapping[str, float]) -> str:
     for name, value in ratios.items():
         least = name in AT_LEAST
         goal = AT_LEAST[name] if least else AT_MOST[name]
-        show = (lambda number: f"{number / 2**20:.1f} MiB") if name.endswith("_bytes") else (lambda number: f"{number:.2f}")
+        found, wanted = (f"{v / 2**20:.1f} MiB" if name.endswith("_bytes") else f"{v:.2f}" for v in (value, goal))
         reached = value >= goal if least else value <= goal
-        rows.append([f"`{name}`", show(value), f"{'≥' if least else '≤'} {show(goal)}", "yes" if reached else "NO"])
+        rows.append([f"`{name}`", found, f"{'≥' if least else '≤'} {wanted}", "yes" if reached else "NO"])
     return table(["ratio", "found", "goal", "reached"], rows)
 
 

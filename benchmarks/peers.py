@@ -3,12 +3,12 @@
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from common import OURS, ROOT, State
+from common import OURS, ROOT, State, one_tensor, remove, targets_of
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,7 +17,7 @@ from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-from lightning_snapshot import SnapshotCheckpointIO
+from lightning_snapshot import Snapshot, SnapshotCheckpointIO
 
 _TORCHSNAPSHOT = ROOT / ".interop" / "torchsnapshot-0.1.0"
 if not (_TORCHSNAPSHOT / "torchsnapshot" / "__init__.py").is_file():
@@ -49,7 +49,7 @@ class Peer(ABC):
     def load(self, path: Path, targets: State) -> None:
         """Load into ``targets``, in place or by a copy."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most keep nothing
         """Release what is kept between saves."""
 
 
@@ -215,6 +215,20 @@ def all_peers() -> list[Peer]:
     ]
 
 
-def open_torchsnapshot(path: Path) -> int:
+def warm_up(peers: Sequence[Peer], folder: Path) -> None:
+    """Let everybody import what it imports at the first save and load, and start its threads."""
+    state = one_tensor(4096)
+    for peer in peers:
+        peer.save(state, folder / "warm-up")
+        peer.load(folder / "warm-up", targets_of(state))
+        remove(folder / "warm-up")
+
+
+def open_with_us(path: Path) -> int:
+    """Number of entries of a snapshot, as we count them."""
+    return len(Snapshot(path).get_manifest())
+
+
+def open_with_torchsnapshot(path: Path) -> int:
     """Number of entries of a snapshot, as torchsnapshot counts them."""
     return len(torchsnapshot.Snapshot(str(path)).get_manifest())

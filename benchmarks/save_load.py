@@ -7,7 +7,7 @@ import chart
 import common
 import raw
 from common import OURS, State, drop_page_cache, middle, seconds
-from peers import Peer, all_peers
+from peers import Peer, all_peers, warm_up
 
 _FIO = "fio, libaio, depth 4"
 
@@ -64,6 +64,7 @@ def main() -> None:
         runs += [(device.name, lambda device=device: benchmark.device(device)) for device in devices]
         if raw.fio_is_there():
             runs.append((_FIO, benchmark.fio))
+        warm_up(peers, folder)
         common.alternate(arguments.rounds, runs)
     for peer in peers:
         peer.close()
@@ -95,19 +96,21 @@ def main() -> None:
         "load_vs_raw": loads[OURS] / raw_load,
         "load_vs_best_peer": loads[OURS] / max(loads[name] for name in others),
     }
-    results = common.table(
-        ["", "durable save GB/s", "cold load GB/s", "how"],
-        [[name, _span(benchmark.saves[name]), _span(benchmark.loads[name]), settings[name]] for name in names],
-    )
-    results += "\n\n" + _comparison_with_fio(saves, loads, raw_save, raw_load)
-    size = f"{len(benchmark.state)} tensors, {benchmark.size_bytes / 2**30:.2f} GiB. Median (lowest to highest)."
-    common.report("save_load", arguments, f"{size}\n\n{results}", rows, ratios)
+    results = [
+        f"{len(benchmark.state)} tensors, {benchmark.size_bytes / 2**30:.2f} GiB. Median (lowest to highest), GB = 10^9 bytes.",
+        common.table(
+            ["", "durable save GB/s", "cold load GB/s"],
+            [[name, _gigabytes(benchmark.saves[name]), _gigabytes(benchmark.loads[name])] for name in names],
+        ),
+        _comparison_with_fio(saves, loads, raw_save, raw_load),
+    ]
+    common.report("save_load", arguments, "\n\n".join(results), rows, ratios)
     if arguments.update_docs:
         chart.draw(common.ROOT / "docs" / "images" / "save_load.png", rows, raw_save, raw_load)
 
 
-def _span(samples: list[float]) -> str:
-    return f"{middle(samples) / 1e9:.2f} ({min(samples) / 1e9:.2f}–{max(samples) / 1e9:.2f})"
+def _gigabytes(samples: list[float]) -> str:
+    return common.span([sample / 1e9 for sample in samples], digits=2)
 
 
 def _comparison_with_fio(saves: dict[str, float], loads: dict[str, float], raw_save: float, raw_load: float) -> str:

@@ -43,6 +43,7 @@ _PLAIN_DATA: tuple[type, ...] = (
     *(collections.deque, collections.Counter, collections.defaultdict, collections.OrderedDict, collections.UserDict),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, fractions.Fraction, uuid.UUID, types.SimpleNamespace),
+    StateDict,
 )
 # Members of an enumeration are shared by the whole program: they may be looked up, but not changed.
 _ENUMS = (http.HTTPStatus, signal.Signals, uuid.SafeUUID)
@@ -93,6 +94,8 @@ def loads(data: bytes | bytearray, place: str, *, trusted: bool, device: torch.d
         UnsafeObjectError: It would run code that is not on the list, and ``trusted`` is false.
         DataError: The bytes are damaged, or the code of a trusted class fails.
     """
+    if b"torch.nested._internal" in data:
+        import_module("torch._dynamo")  # or else torch refuses nested tensors of the jagged layout
     try:
         with _registry_lock, torch.serialization.safe_globals(_unregistered_safe_globals()):
             return torch.load(io.BytesIO(data), map_location=device, weights_only=True)

@@ -156,12 +156,12 @@ def _extent(pieces: Iterable[StoredPiece]) -> tuple[int, ...]:
 
 
 def plan_read(
-    tensors: Mapping[str, tuple[StoredTensor, int, Box]], objects: Mapping[str, tuple[str, tuple[int, int] | None]]
+    tensors: Mapping[str, tuple[StoredTensor, int, Box | None]], objects: Mapping[str, tuple[str, tuple[int, int] | None]]
 ) -> ReadPlan:
     """Plan a load.
 
     Args:
-        tensors: Logical path → tensor, bytes of one of its elements, and the global box that is wanted.
+        tensors: Logical path → tensor, bytes of one of its elements, and the global box that is wanted, if not all.
         objects: Logical path of a value that is read in one piece → its file, and the range there if not all of it.
 
     Raises:
@@ -172,8 +172,8 @@ def plan_read(
     for path, (tensor, item_bytes, wanted) in tensors.items():
         taken: set[Box] = set()
         for piece in tensor.pieces:
-            part = intersect(piece.box, wanted)
-            if part is None or piece.box in taken:
+            part = intersect(piece.box, wanted) if wanted else piece.box
+            if part is None or not part.volume or piece.box in taken:
                 continue
             taken.add(piece.box)
             if piece.is_zip:
@@ -195,7 +195,9 @@ def _fetch(path: str, piece: StoredPiece, item_bytes: int, part: Box) -> Fetch:
                 f"{list(piece.byte_range)} of {piece.byte_range[1] - start} bytes in {piece.location}"
             )
             raise MetadataError(msg)
-    first, last = flat_cover(piece.box.sizes, part.relative_to(piece.box.offsets))
+    first, last = 0, prod(piece.box.sizes)
+    if part is not piece.box:
+        first, last = flat_cover(piece.box.sizes, part.relative_to(piece.box.offsets))
     return Fetch(
         path=path,
         location=piece.location,

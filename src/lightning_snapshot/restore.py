@@ -201,6 +201,7 @@ class _Leaves:
         self._options = options
         self._given = targets
         self._device = device
+        self._notes: dict[str, RankNotes | None] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self._memory: dict[str, TensorTarget] = {}
         self._memory_lock = threading.Lock()
@@ -220,8 +221,8 @@ class _Leaves:
                 objects_at[path] = entry.location, entry.byte_range
             else:
                 self._tensors[path] = stored_tensor(path, _tensor_entry(path, entry))
-        boxes = {path: (tensor, self._item_bytes(path), whole(tensor.shape)) for path, tensor in self._tensors.items()}
-        values = self._decode(self._execute(plan_read(boxes, objects_at)))
+        wholes = {path: (tensor, self._item_bytes(path), None) for path, tensor in self._tensors.items()}
+        values = self._decode(self._execute(plan_read(wholes, objects_at)))
         values |= {path: self._finish(path, self._target(path).tensor) for path in self._tensors}
         values |= {path: self._finish(path, values[first].detach()) for path, first in tied.items()}
         return values
@@ -272,6 +273,9 @@ class _Leaves:
 
     def _target(self, path: str, dtype: torch.dtype | None = None) -> TensorTarget:
         """Where the elements of a tensor go. Fresh memory is taken at the first call, when file sizes are known."""
+        target = self._memory.get(path)
+        if target is not None:
+            return target
         with self._memory_lock:
             if path not in self._memory:
                 self._memory[path] = self._new_target(path, self._dtype(path) or dtype)
@@ -291,9 +295,11 @@ class _Leaves:
 
     def _finish(self, path: str, value: Any) -> Any:
         given = self._given.get(path)
-        if given is not None and isinstance(value, torch.Tensor) and value.data_ptr() == given.data_ptr():
+        if not isinstance(value, torch.Tensor):
+            return value
+        if given is not None and tensors.is_same_view(value, given):
             return given
-        return tensors.finish(value, self._note(path), path) if isinstance(value, torch.Tensor) else value
+        return tensors.finish(value, self._note(path), path)
 
     def _dtype(self, path: str) -> torch.dtype | None:
         note = self._note(path)
@@ -310,8 +316,10 @@ class _Leaves:
         return dtype.itemsize
 
     def _rank_notes(self, path: str) -> tuple[RankNotes | None, str]:
-        rank, logical_path = split_rank(self._view[path].path)
-        return _notes(self._manifest, rank), logical_path
+        rank, _, logical_path = self._view[path].path.partition("/")
+        if rank not in self._notes:
+            self._notes[rank] = _notes(self._manifest, int(rank))
+        return self._notes[rank], logical_path
 
     def _note(self, path: str) -> TensorNote | None:
         notes, logical_path = self._rank_notes(path)

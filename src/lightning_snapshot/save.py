@@ -93,7 +93,7 @@ def _encode_leaves(flat: FlatState) -> _Leaves:
             _add_dense(leaves, first_path, path, item.value)
         else:
             _add_blob(leaves, path, item, kind)
-        if item.is_tensor and kind != "object" and (note := tensors.tensor_note(item.value)):
+        if item.is_tensor and (note := tensors.tensor_note(item.value)):
             leaves.notes[path] = note
     return leaves
 

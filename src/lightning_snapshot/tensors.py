@@ -25,6 +25,7 @@ __all__ = [
     "finish",
     "is_fillable",
     "is_piece",
+    "is_same_view",
     "is_tensor",
     "memory_key",
     "portable",
@@ -93,6 +94,11 @@ def is_fillable(tensor: torch.Tensor) -> bool:
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
+def is_same_view(value: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a dense tensor shows the very memory of another one that `is_fillable`, in the same way."""
+    return is_fillable(given) and value.layout == torch.strided and memory_key(value) == memory_key(given)
+
+
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype under which torchsnapshot can read the elements: the same, or integers of the same width."""
     return dtype if dtype in _PORTABLE else _RAW[dtype.itemsize]
@@ -124,8 +130,10 @@ def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def tensor_note(tensor: torch.Tensor) -> TensorNote | None:
-    """What the entry of a tensor cannot say; ``None`` if it says everything."""
-    parameter = isinstance(tensor, torch.nn.Parameter)
+    """What the entry of a tensor or its ``torch.save`` blob cannot say; ``None`` if it says everything."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return None
+    parameter = type(tensor) is torch.nn.Parameter
     dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
     if dense and not parameter and not tensor.requires_grad and tensor.dtype in _PORTABLE and tensor.is_contiguous():
         return None
@@ -160,10 +168,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     """A sparse tensor without the parts of larger tensors that its indices and values may be views of."""
     if tensor.layout == torch.strided:
         return tensor
-    copy = tensor.detach().clone()
-    if type(tensor) is torch.nn.Parameter:
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,11 +223,14 @@ class TensorTarget:
         Raises:
             MetadataError: ``dim_order`` does not fit, or the size is beyond what can be allocated.
         """
+        # Making a tensor of some of the other dtypes warns that torch can do little with it.
+        raw = stored_dtype(dtype)
         try:
             if dim_order is None:
-                tensor = torch.empty(box.sizes, dtype=dtype, device=device)
+                tensor = torch.empty(box.sizes, dtype=raw, device=device)
             else:
-                tensor = torch.empty_permuted(box.sizes, tuple(dim_order), dtype=dtype, device=device)
+                tensor = torch.empty_permuted(box.sizes, tuple(dim_order), dtype=raw, device=device)
+            tensor = tensor if raw == dtype else tensor.view(dtype)
         except (RuntimeError, MemoryError) as error:
             msg = f"{path}: cannot allocate a tensor of shape {list(box.sizes)} and {dtype}: {error}"
             raise MetadataError(msg) from error

@@ -66,8 +66,10 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     view: dict[str, Located] = {}
     replicated: dict[str, Located] = {}
     sharded: dict[str, dict[int, Located]] = {}
+    owners: dict[str, int] = {}
     for path, entry in manifest.entries.items():
-        owner, logical_path = split_rank(path)
+        text, _, logical_path = path.partition("/")
+        owner = owners[text] if text in owners else owners.setdefault(text, split_rank(path)[0])
         located = Located(path, entry)
         if owner == rank:
             view[logical_path] = located

@@ -208,6 +208,9 @@ def _is_tied(spec: Entry | TensorSpec | BlobSpec) -> bool:
 
 def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[tuple[Box, int, int]]:
     """Global box and row-major byte range of each piece of what a rank holds."""
+    if box.volume * item_bytes <= limit_bytes:
+        yield box, 0, box.volume * item_bytes
+        return
     for piece in split_first_dimension(box.sizes, item_bytes, limit_bytes):
         row_bytes = prod(box.sizes[1:]) * item_bytes
         begin = piece.offsets[0] * row_bytes if piece.offsets else 0

@@ -4,7 +4,7 @@ import enum
 import itertools
 import math
 import struct
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -95,6 +95,8 @@ def same(a: Any, b: Any) -> bool:
         same_kind = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
         same_attributes = same(getattr(a, "__dict__", None), getattr(b, "__dict__", None))
         return same_kind and same_attributes and same([*a], [*b]) and same([*a.values()], [*b.values()])
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and same([*a], [*b])
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
@@ -112,9 +114,9 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout == torch.sparse_coo:
         parts = [(t._indices(), t._values(), t.is_coalesced()) for t in (a.detach(), b.detach())]
         return same(*parts)
-    if a.layout == torch.sparse_csr:
+    if a.layout in {torch.sparse_csr, torch.sparse_bsr}:
         return same(*[(t.crow_indices(), t.col_indices(), t.values()) for t in (a.detach(), b.detach())])
-    if a.layout == torch.sparse_bsc:
+    if a.layout in {torch.sparse_csc, torch.sparse_bsc}:
         return same(*[(t.ccol_indices(), t.row_indices(), t.values()) for t in (a.detach(), b.detach())])
     strides = _order(a), _order(b)
     return bits(a) == bits(b) and (None in strides or strides[0] == strides[1])

@@ -44,7 +44,7 @@ class TorchSnapshot:
         done = subprocess.run(
             [sys.executable, str(script), *map(str, args)],
             cwd=self.scratch,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             capture_output=True,
             stdin=subprocess.DEVNULL,
             text=True,

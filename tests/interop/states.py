@@ -13,7 +13,7 @@ def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 3))
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01 * (seed + 1))
-    module(torch.randn(4, 20)).sum().backward()
+    module(torch.randn(4, 20)).square().sum().backward()
     optimizer.step()
     return module, optimizer
 

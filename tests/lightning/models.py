@@ -166,9 +166,8 @@ def difference(found: Any, expected: Any, place: str = "") -> str | None:
             return f"{place}: {len(found)} items instead of {len(expected)}"
         pairs = [(a, b, f"{place}/{i}") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
     else:
-        return None if found == expected or (found != found and expected != expected) else (  # noqa: PLR0124  # NaN
-            f"{place}: {found!r} instead of {expected!r}"
-        )
+        both_nan = found != found and expected != expected
+        return None if both_nan or found == expected else f"{place}: {found!r} instead of {expected!r}"
     return next((text for pair in pairs if (text := difference(*pair))), None)
 
 

@@ -17,7 +17,7 @@ KILLS = 2
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
 @pytest.mark.timeout(300)
-def test_a_run_that_is_killed_again_and_again_ends_like_one_that_was_not(namespace, start_program, run_program, tmp_path):
+def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(namespace, start_program, run_program, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     main(namespace.name, whole, EPOCHS)
     chance = random.Random(str(tmp_path))

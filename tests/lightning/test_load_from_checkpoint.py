@@ -97,7 +97,7 @@ def test_missing_path(cls, load, tmp_path):
 
 
 def test_other_urls_go_to_lightning(cls, load):
-    with pytest.raises(FileNotFoundError, match="a.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"a\.ckpt"):
         load(cls.Tiny, "memory://nowhere/a.ckpt")
 
 

@@ -85,7 +85,8 @@ def test_with_stock_checkpoints_the_callback_does_nothing(cls, make_trainer, tmp
 @pytest.mark.parametrize(("kind", "first_step"), [("best", 8), ("last", 12), ("path", 4), ("hpc", 12)])
 def test_fit_resumes_from(namespace, cls, make_trainer, tmp_path, kind, first_step):
     def callbacks():
-        return [namespace.pl.callbacks.ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3, save_last=True)]
+        make = namespace.pl.callbacks.ModelCheckpoint
+        return [make(tmp_path / "kept", monitor="score", save_top_k=3, save_last=True)]
 
     trainer = run(make_trainer, cls.Tiny(scores=SCORES), max_epochs=3, callbacks=callbacks())
     trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(tmp_path))
@@ -120,7 +121,8 @@ def test_evaluation_takes_the_weights_of(namespace, cls, make_trainer, tmp_path,
         def on_train_epoch_end(self, trainer, pl_module):
             weights.append(pl_module.net[0].weight.detach().clone())
 
-    checkpoint = namespace.pl.callbacks.ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3, save_last=True)
+    make = namespace.pl.callbacks.ModelCheckpoint
+    checkpoint = make(tmp_path / "kept", monitor="score", save_top_k=3, save_last=True)
     model = cls.Tiny(scores=SCORES)
     trainer = run(make_trainer, model, max_epochs=3, callbacks=[Recorder(), checkpoint])
     fresh = cls.Tiny(seed=2)

@@ -169,9 +169,9 @@ def _load_file(path: str, map_location: Any, *, weights_only: bool | None) -> di
         refused = re.search(r"GLOBAL (\S+)|but got <class '(\S+)'>", str(error))
         if refused:
             msg = (
-                f"{path}: reading this checkpoint file needs {refused[1] or refused[2]}, which is not known to be plain "
-                "data. If you trust whoever wrote it, pass weights_only=False (Lightning) or trusted=True; or allow the "
-                "class with torch.serialization.add_safe_globals"
+                f"{path}: reading this checkpoint file needs {refused[1] or refused[2]}, which is not known to be "
+                "plain data. If you trust whoever wrote it, pass weights_only=False (Lightning) or trusted=True; or "
+                "allow the class with torch.serialization.add_safe_globals"
             )
             raise UnsafeObjectError(msg) from error
         msg = f"{path}: expected a checkpoint file written by torch.save, but it cannot be read: {error}"

@@ -30,9 +30,7 @@ def main(name: str, folder: Path) -> None:
         def __init__(self, value: float) -> None:
             super().__init__()
             # Several tensors, so that a copy of one at a time would not be noticed, but one of all would.
-            self.parts = torch.nn.ParameterList(
-                torch.full((MODEL_MIB // 10, MIB // 4), value) for _ in range(10)
-            )
+            self.parts = torch.nn.ParameterList(torch.full((MODEL_MIB // 10, MIB // 4), value) for _ in range(10))
 
         def training_step(self, batch, batch_idx): ...
 

@@ -1,6 +1,6 @@
-"""Train from ``last.ckpt`` if there is one; print each step; write the final state: ``train.py NAMESPACE FOLDER EPOCHS``.
+"""Train, from ``last.ckpt`` if there is one: ``train.py NAMESPACE FOLDER EPOCHS``.
 
-The test kills it somewhere, most likely while it saves: saves are large here and steps are small.
+Prints each step and writes the final state. The test kills it somewhere, most likely while it saves: saves are large here and steps are small.
 """
 
 import sys

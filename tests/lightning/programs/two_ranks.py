@@ -1,4 +1,4 @@
-"""Train on two processes with the plugin and no wiring: ``two_ranks.py NAMESPACE FOLDER``. Rank 0 writes the final state."""
+"""Train on two processes with nothing but the plugin: ``two_ranks.py NAMESPACE FOLDER``."""
 
 import json
 import sys
