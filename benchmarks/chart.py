@@ -32,12 +32,13 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], raw_save: float, raw_loa
         colours = [_OURS_COLOUR if name == OURS else _PEER_COLOUR for name in names]
         drawn = axis.barh(names, values, color=colours)
         axis.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
-        axis.axvline(limit / 1e9, color=_LIMIT_COLOUR, linestyle="--", linewidth=1, label="the device, O_DIRECT")
+        line = axis.axvline(limit / 1e9, color=_LIMIT_COLOUR, linestyle="--", linewidth=1)
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlim(0, 1.12 * max(*values, limit / 1e9))
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9)
-    axes[0].legend(loc="lower right", fontsize=8, frameon=False)
+    label = "what the disk can (O_DIRECT)"
+    figure.legend([line], [label], loc="outside lower right", fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a date inside, the same figures give the same file.
     figure.savefig(path, dpi=150, metadata={"Software": None})

@@ -208,7 +208,7 @@ def span(samples: Sequence[float], digits: int) -> str:
 def machine(folder: Path) -> dict[str, Any]:
     """What the figures depend on."""
     device, file_system = _mount(folder)
-    packages = ("torch", "lightning", "safetensors", "torchsnapshot", "torch_checkpointing")
+    packages = ("lightning-snapshot", "torch", "lightning", "safetensors", "torchsnapshot", "torch_checkpointing")
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "cores": len(os.sched_getaffinity(0)),
@@ -276,8 +276,10 @@ def report(
     results: str,
     rows: Sequence[Mapping[str, Any]],
     ratios: Mapping[str, float],
+    *,
+    picture: str = "",
 ) -> None:
-    """Print the results; write them as JSON and into the documentation if asked to."""
+    """Print the results; write them as JSON and, with a picture, into the documentation, if asked to."""
     facts = {**machine(arguments.dir), "rounds": arguments.rounds, "scale": arguments.scale}
     text = f"{results}\n\n{goals_table(ratios)}\n\n{describe(facts)}"
     if arguments.scale != 1:
@@ -288,7 +290,7 @@ def report(
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if arguments.update_docs:
-        _update_document(name, text)
+        _update_document(name, f"{picture}\n\n{text}" if picture else text)
 
 
 def _update_document(name: str, text: str) -> None:

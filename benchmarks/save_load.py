@@ -97,16 +97,17 @@ def main() -> None:
         "load_vs_best_peer": loads[OURS] / max(loads[name] for name in others),
     }
     results = [
-        f"{len(benchmark.state)} tensors, {benchmark.size_bytes / 2**30:.2f} GiB. Median (lowest to highest), GB = 10^9 bytes.",
+        f"{len(benchmark.state)} tensors, {benchmark.size_bytes / 2**30:.2f} GiB; median (lowest to highest).",
         common.table(
             ["", "durable save GB/s", "cold load GB/s"],
             [[name, _gigabytes(benchmark.saves[name]), _gigabytes(benchmark.loads[name])] for name in names],
         ),
         _comparison_with_fio(saves, loads, raw_save, raw_load),
     ]
-    common.report("save_load", arguments, "\n\n".join(results), rows, ratios)
+    picture = "![Throughput of durable saves and cold loads](images/save_load.png)"
+    common.report("save_load", arguments, "\n\n".join(results), rows, ratios, picture=picture)
     if arguments.update_docs:
-        chart.draw(common.ROOT / "docs" / "images" / "save_load.png", rows, raw_save, raw_load)
+        chart.draw(common.DOCUMENT.parent / "images" / "save_load.png", rows, raw_save, raw_load)
 
 
 def _gigabytes(samples: list[float]) -> str:

@@ -94,7 +94,7 @@ def main() -> None:
         "open_vs_torchsnapshot": opens[OURS] / opens["torchsnapshot"],
     }
     results = [
-        "Tensors of 16 by 16 float32. Median (lowest to highest).",
+        "Tensors of 16 by 16 float32; median (lowest to highest).",
         common.table(
             ["", "tensors", "durable save s", "cold load s"],
             [[key[0], f"{key[1]:,}", span(benchmark.saves[key], 3), span(benchmark.loads[key], 3)] for key in keys],

@@ -156,7 +156,8 @@ def _extent(pieces: Iterable[StoredPiece]) -> tuple[int, ...]:
 
 
 def plan_read(
-    tensors: Mapping[str, tuple[StoredTensor, int, Box | None]], objects: Mapping[str, tuple[str, tuple[int, int] | None]]
+    tensors: Mapping[str, tuple[StoredTensor, int, Box | None]],
+    objects: Mapping[str, tuple[str, tuple[int, int] | None]],
 ) -> ReadPlan:
     """Plan a load.
 

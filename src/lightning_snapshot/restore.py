@@ -36,9 +36,10 @@ from lightning_snapshot.manifest import (
 from lightning_snapshot.memory import BufferPool
 from lightning_snapshot.options import Options
 from lightning_snapshot.read_plan import Blob, Fetch, ReadPlan, StoredTensor, TensorLike, plan_read, stored_tensor
+from lightning_snapshot.rebuild import StateTree, read_primitive
 from lightning_snapshot.storage import Storage
 from lightning_snapshot.tensors import TensorTarget
-from lightning_snapshot.tree import StateTree, encode_key, read_primitive
+from lightning_snapshot.tree import encode_key
 from lightning_snapshot.view import Located, view_of_rank
 
 __all__ = ["load", "read_manifest", "read_value"]

@@ -169,7 +169,7 @@ def test_a_pickled_state_dict_of_an_old_snapshot_becomes_ours(tmp_path: Path, mo
     # Release 0.0.3 stored a `StateDict` as one object of that class. There is no need for torchsnapshot to be here.
     module = ModuleType("torchsnapshot.state_dict")
     theirs = type("StateDict", (UserDict,), {"__module__": module.__name__})
-    module.StateDict = theirs  # type: ignore[attr-defined]
+    module.StateDict = theirs  # type: ignore[attr-defined]  # the entry is known to be of that kind
     shutil.copytree(DATA / "legacy-003-w2", tmp_path / "s")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torchsnapshot", ModuleType("torchsnapshot"))

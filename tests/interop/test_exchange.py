@@ -47,7 +47,9 @@ def _restore_with_torchsnapshot(path: str, out: str, here: str) -> None:
         "optimizer": optimizer.state_dict(),
         "values": values.data,
         "random": torch.rand(3),
-        "read": {key: snapshot.read_object(key) for key in ("0/module/0.weight", "0/values/dtypes/int16", "0/values/scalar")},
+        "read": {
+            key: snapshot.read_object(key) for key in ("0/module/0.weight", "0/values/dtypes/int16", "0/values/scalar")
+        },
         "paths": sorted(snapshot.get_manifest()),
     }
     torch.save(found, out)

@@ -27,7 +27,8 @@ from lightning_snapshot.manifest import (
     decode,
     encode,
 )
-from lightning_snapshot.tree import FlatState, Leaf, StateTree, decode_key, encode_key, flatten, read_primitive
+from lightning_snapshot.rebuild import StateTree, read_primitive
+from lightning_snapshot.tree import FlatState, Leaf, decode_key, encode_key, flatten
 
 
 class Tensor:

@@ -291,7 +291,7 @@ def test_all_ranks_see_the_same_sharded_tensors_and_only_their_own_values(manife
             assert logical_path == path
             if isinstance(located.entry, SHARDED):
                 parts = [manifest.entries.get(f"{other}/{path}") for other in range(manifest.world_size)]
-                pieces = [piece for part in parts if part for piece in part.shards]  # type: ignore[union-attr]
+                pieces = [piece for part in parts if part for piece in part.shards]  # type: ignore[union-attr]  # the entry is known to be of that kind
                 assert sorted(pieces, key=lambda piece: piece.offsets) == located.entry.shards
                 assert owner == str(rank) or f"{rank}/{path}" not in manifest.entries
             elif isinstance(located.entry, TensorEntry):
@@ -303,7 +303,7 @@ def test_all_ranks_see_the_same_sharded_tensors_and_only_their_own_values(manife
     own = [path.partition("/")[2] for path in manifest.entries if path.startswith("0/")]
     assert [path for path in views[0] if f"0/{path}" in manifest.entries] == own
     new = views[-1]
-    keys = {"m/" + str(key).replace("%", "%25").replace("/", "%2F") for key in new["m"].entry.keys}  # type: ignore[union-attr]
+    keys = {"m/" + str(key).replace("%", "%25").replace("/", "%2F") for key in new["m"].entry.keys}  # type: ignore[union-attr]  # the entry is known to be of that kind
     assert keys == new.keys() - {"m"}
     assert not any(isinstance(located.entry, PrimitiveEntry) for located in new.values())
 

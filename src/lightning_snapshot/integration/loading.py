@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning_snapshot.integration.namespaces import modules
-from lightning_snapshot.integration.plugin import SnapshotCheckpointIO, local_path
+from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
 from lightning_snapshot.snapshot import Snapshot
-from lightning_snapshot.storage import open_storage
+from lightning_snapshot.storage import local_path, open_storage
 
 __all__ = ["SnapshotCLIMixin", "disable", "enable", "load_from_checkpoint"]
 
@@ -83,14 +83,16 @@ def load_from_checkpoint(
 
 
 class SnapshotCLIMixin:
-    """Put before ``LightningCLI``, so that ``--ckpt_path`` restores hyperparameters from a snapshot, too::
+    """Makes ``--ckpt_path`` restore hyperparameters from a snapshot, too. Put it before ``LightningCLI``.
 
-    class CLI(SnapshotCLIMixin, LightningCLI): ...
+    ::
+
+        class CLI(SnapshotCLIMixin, LightningCLI): ...
     """
 
     def _parse_ckpt_path(self) -> None:
         if not _take_hyperparameters(self):
-            super()._parse_ckpt_path()  # type: ignore[misc]  # LightningCLI's
+            super()._parse_ckpt_path()  # type: ignore[misc]  # LightningCLI is the next class in line
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

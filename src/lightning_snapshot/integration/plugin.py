@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from fsspec.core import split_protocol, url_to_fs
 
 from lightning_snapshot.errors import DataError, NotASnapshotError, UnsafeObjectError
 from lightning_snapshot.integration.namespaces import bases
@@ -17,9 +16,9 @@ from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load
 from lightning_snapshot.save import save
 from lightning_snapshot.snapshot import new_save_id
-from lightning_snapshot.storage import open_storage
+from lightning_snapshot.storage import local_path, open_storage
 
-__all__ = ["SnapshotCheckpointIO", "local_path"]
+__all__ = ["SnapshotCheckpointIO"]
 
 _Path: TypeAlias = str | os.PathLike[str]
 
@@ -142,12 +141,6 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             )
 
 
-def local_path(path: _Path) -> str:
-    """The file or folder that a path or ``file://`` URL names; nothing for a URL of another kind."""
-    text = os.fspath(path)
-    return url_to_fs(text)[1] if split_protocol(text)[0] in (None, "file", "local") else ""
-
-
 def _device(map_location: Any) -> torch.device:
     """The device that ``map_location`` means for tensors that lie on the CPU, as all tensors in a snapshot do."""
     if map_location is None:
@@ -160,7 +153,7 @@ def _device(map_location: Any) -> torch.device:
     return torch.device(map_location)
 
 
-def _load_file(path: str, map_location: Any, *, weights_only: bool | None) -> dict[str, Any]:
+def _load_file(path: _Path, map_location: Any, *, weights_only: bool | None) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only)
     # Damaged files make torch and its zip reader raise anything from UnpicklingError to KeyError.

@@ -12,11 +12,18 @@ from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME, Reader, 
 from lightning_snapshot.storage.local import LocalStorage
 from lightning_snapshot.storage.posix import Posix
 
-__all__ = ["DATA_FOLDER", "METADATA_NAME", "Reader", "Storage", "Transaction", "Writer", "open_storage"]
+__all__ = ["DATA_FOLDER", "METADATA_NAME", "Reader", "Storage", "Transaction", "Writer", "local_path", "open_storage"]
 
 
+_LOCAL_PROTOCOLS = frozenset({None, "file", "local"})
 # What fsspec's local file system takes, so that a program with one set of options for all places runs here, too.
 _LOCAL_OPTIONS = frozenset({"auto_mkdir"})
+
+
+def local_path(url: str | os.PathLike[str]) -> str:
+    """The file or folder that a path or ``file://`` URL names; empty for a URL of another kind."""
+    text = os.fspath(url)
+    return str(url_to_fs(text)[1]) if split_protocol(text)[0] in _LOCAL_PROTOCOLS else ""
 
 
 def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -40,7 +47,7 @@ def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if protocol is None and path.lower().startswith("registry:"):
         msg = f"{text}: the model registry of Lightning needs the package litmodels; install it, or give a path"
         raise UnsupportedFeatureError(msg)
-    if protocol not in (None, "file", "local"):
+    if protocol not in _LOCAL_PROTOCOLS:
         msg = f"{text}: this version reads and writes local disks only, found {protocol!r}; object stores come later"
         raise UnsupportedFeatureError(msg)
     unknown = sorted(set(storage_options or ()) - _LOCAL_OPTIONS)

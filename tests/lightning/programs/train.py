@@ -1,6 +1,7 @@
 """Train, from ``last.ckpt`` if there is one: ``train.py NAMESPACE FOLDER EPOCHS``.
 
-Prints each step and writes the final state. The test kills it somewhere, most likely while it saves: saves are large here and steps are small.
+Prints each step and writes the final state. The test kills it somewhere, most likely while it saves: saves are large
+here and steps are small.
 """
 
 import sys
