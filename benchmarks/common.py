@@ -172,6 +172,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.rounds < 1 or not 0 < arguments.scale <= 1:
         parser.error("expected --rounds of at least 1, and --scale above 0 and at most 1")
+    if arguments.update_docs and (arguments.scale != 1 or arguments.rounds < 3):
+        parser.error("expected --scale 1 and at least 3 rounds with --update-docs: quick runs are not for readers")
     return arguments
 
 

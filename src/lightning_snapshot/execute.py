@@ -4,6 +4,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -179,6 +180,7 @@ def read_all(
     blobs = {(blob.location, blob.byte_range): bytearray() for blob in plan.blobs}
     files = [tuple(group) for _, group in groupby(plan.fetches, key=lambda fetch: fetch.location)]
     try:
+        # All files are looked at before memory is taken for the first tensor.
         tasks = [task for fetches in files for task in reads.fetch_tasks(fetches)]
         names = {(blob.location, blob.byte_range): blob.path for blob in plan.blobs}
         tasks.extend(partial(reads.read_blob, *key, names[key], out) for key, out in blobs.items())
@@ -189,6 +191,37 @@ def read_all(
 
 
 @dataclass(slots=True)
+class _OpenFile:
+    """A file of a load: opened by the first task that needs it and closed by the last, so that few are open at once.
+
+    Attributes:
+        open: Opens it.
+        tasks: How many tasks have yet to end.
+    """
+
+    open: Callable[[], Reader]
+    tasks: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reader: Reader | None = None
+
+    def __enter__(self) -> Reader:
+        with self.lock:
+            if self.reader is None:
+                self.reader = self.open()
+            return self.reader
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.tasks -= 1
+            if self.tasks == 0:
+                self.close()
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+
+
+@dataclass(slots=True)
 class _Reads:
     target_of: Callable[[str], TensorTarget]
     storage: Storage
@@ -196,30 +229,39 @@ class _Reads:
     pool: BufferPool
     block_bytes: int
     verify: bool
-    readers: list[Reader] = field(default_factory=list)
+    files: list[_OpenFile] = field(default_factory=list)
 
     def close(self) -> None:
-        for reader in self.readers:
-            reader.close()
+        for file in self.files:
+            file.close()
 
     def fetch_tasks(self, fetches: Sequence[Fetch]) -> Iterator[Callable[[], None]]:
         """One task per stretch of one file; ``fetches`` are all of that file, in order."""
-        reader = self._open(fetches[0].location, fetches[0].path)
+        location, path = fetches[0].location, fetches[0].path
+        with closing(self._open(location, path)) as reader:
+            size_bytes = reader.size_bytes
         for fetch in fetches:
-            expected = reader.size_bytes if fetch.file_size_bytes is None else fetch.file_size_bytes
-            if reader.size_bytes != expected or fetch.end_bytes > reader.size_bytes:
+            expected = size_bytes if fetch.file_size_bytes is None else fetch.file_size_bytes
+            if size_bytes != expected or fetch.end_bytes > size_bytes:
                 needed = f"{fetch.end_bytes} bytes or more" if fetch.file_size_bytes is None else f"{expected} bytes"
-                msg = f"{fetch.path}: expected {needed} in {fetch.location}, found {reader.size_bytes} bytes"
+                msg = f"{fetch.path}: expected {needed} in {location}, found {size_bytes} bytes"
                 raise DataError(msg)
-        record = self.records.get(fetches[0].location)
+        record = self.records.get(location)
         stretches = _merged(fetches, self.block_bytes) if record is None else _blocks(fetches, self.block_bytes)
+        file = _OpenFile(partial(self._open, location, path), len(stretches))
+        self.files.append(file)
         for begin, end, members in stretches:
-            stop = min(end, reader.size_bytes)
-            yield partial(self._read_stretch, reader, begin, stop, members, self._digest(record, begin))
+            stop = min(end, size_bytes)
+            yield partial(self._read_stretch, file, begin, stop, members, self._digest(record, begin))
 
     def read_blob(self, location: str, byte_range: tuple[int, int] | None, path: str, out: bytearray) -> None:
         """Read a whole file, or a range of it, into memory."""
-        reader = self._open(location, path)
+        with closing(self._open(location, path)) as reader:
+            self._read_blob(reader, location, byte_range, path, out)
+
+    def _read_blob(
+        self, reader: Reader, location: str, byte_range: tuple[int, int] | None, path: str, out: bytearray
+    ) -> None:
         begin, end = byte_range or (0, reader.size_bytes)
         if not 0 <= begin <= end <= reader.size_bytes:
             msg = (
@@ -246,9 +288,9 @@ class _Reads:
         except MissingDataError as error:
             msg = f"{path}: {error}"
             raise MissingDataError(msg) from error
-        self.readers.append(reader)
         record = self.records.get(location)
         if record is not None and record.size_bytes != reader.size_bytes:
+            reader.close()
             msg = f"{path}: expected {record.size_bytes} bytes in {location}, found {reader.size_bytes} bytes"
             raise DataError(msg)
         return reader
@@ -259,8 +301,8 @@ class _Reads:
         index = begin // self.block_bytes
         return record.hashes[16 * index : 16 * index + 16]
 
-    def _read_stretch(self, reader: Reader, begin: int, end: int, members: Sequence[Fetch], digest: str) -> None:
-        with self.pool.buffer() as buffer:
+    def _read_stretch(self, file: _OpenFile, begin: int, end: int, members: Sequence[Fetch], digest: str) -> None:
+        with self.pool.buffer() as buffer, file as reader:
             block = buffer.view[: end - begin]
             reader.read_into(begin, block)
             self._check(block, members[0].location, begin, digest, [fetch.path for fetch in members])

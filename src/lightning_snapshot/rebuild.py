@@ -84,7 +84,7 @@ class StateTree:
             paths: Logical paths of entries.
             with_root_attributes: Include what `root_container` needs.
         """
-        found = [self.note("").extra] if with_root_attributes and self.note("").extra else []
+        found = [self._existing(self.note("").extra)] if with_root_attributes and self.note("").extra else []
         visited: set[str] = set()
         pending = list(paths)[::-1]
         while pending:
@@ -94,7 +94,7 @@ class StateTree:
             visited.add(path)
             note = self._notes.containers.get(path)
             if note is not None and note.extra:
-                found.append(note.extra)
+                found.append(self._existing(note.extra))
             entry = self._entries[path]
             if isinstance(entry, (DictEntry, OrderedDictEntry, ListEntry)):
                 pending.extend(child for _, child in reversed(self.children(path)))
@@ -159,7 +159,9 @@ class StateTree:
 
     def locate(self, path: str) -> str:
         """The path at which the entry of ``path`` really is: itself, or its alias."""
-        path = self._notes.moved.get(path, path)
+        return self._existing(self._notes.moved.get(path, path))
+
+    def _existing(self, path: str) -> str:
         if path not in self._entries:
             msg = f"{path}: expected an entry, found none; the metadata is damaged"
             raise MetadataError(msg)
@@ -195,8 +197,8 @@ class _Builder:
             raise MetadataError(msg)
         entry = self._tree.entry(path)
         if isinstance(entry, PrimitiveEntry):
-            return read_primitive(path, entry)
-        if isinstance(entry, (DictEntry, OrderedDictEntry, ListEntry)):
+            value = read_primitive(path, entry)
+        elif isinstance(entry, (DictEntry, OrderedDictEntry, ListEntry)):
             self._open.add(path)
             items = [(key, self.value(child)) for key, child in self._tree.children(path)]
             self._open.discard(path)
@@ -215,17 +217,30 @@ class _Builder:
             if note.kind == "tuple":
                 return tuple(values)
             if note.kind == "namedtuple":
-                return self._resolve_class(path, note.class_name)._make(values)
+                return self._named_tuple(path, values, note)
             return values
         container = OrderedDict(items) if isinstance(entry, OrderedDictEntry) else dict(items)
         return _finish_dictionary(path, container, note, self._leaf)
+
+    def _named_tuple(self, path: str, values: list[Any], note: ContainerNote) -> Any:
+        kind = self._resolve_class(path, note.class_name)
+        fields = getattr(kind, "_fields", None)
+        if not isinstance(fields, tuple) or len(fields) != len(values):
+            found = "no named tuple" if fields is None else f"the fields {fields}"
+            msg = f"{path}: expected {note.class_name} to be a named tuple of {len(values)} fields, found {found}"
+            raise MetadataError(msg)
+        return kind._make(values)
 
     def _odd_dictionary(self, path: str, values: list[Any], note: ContainerNote) -> Any:
         keys = values[0] if values else None
         if not isinstance(keys, tuple) or len(keys) != len(values) - 1:
             msg = f"{path}: expected a tuple of keys followed by as many values, found {len(values)} items"
             raise MetadataError(msg)
-        items = dict(zip(keys, values[1:], strict=True))
+        try:
+            items = dict(zip(keys, values[1:], strict=True))
+        except TypeError as error:
+            msg = f"{path}: expected keys that a dictionary can have, found some that it cannot: {error}"
+            raise MetadataError(msg) from error
         if note.class_name == "collections:OrderedDict":
             items = OrderedDict(items)
         kind = "defaultdict" if note.class_name == "collections:defaultdict" else ""
@@ -236,7 +251,11 @@ def _finish_dictionary(
     path: str, items: dict[Any, Any], note: ContainerNote, leaf: Callable[[str], Any]
 ) -> dict[Any, Any]:
     if note.kind == "defaultdict":
-        return defaultdict(leaf(note.extra) if note.extra else None, items)
+        factory = leaf(note.extra) if note.extra else None
+        if factory is not None and not callable(factory):
+            msg = f"{path}: expected the factory of a defaultdict, found {type(factory).__name__}"
+            raise MetadataError(msg)
+        return defaultdict(factory, items)
     if note.extra:
         attributes = leaf(note.extra)
         if not isinstance(attributes, dict) or not isinstance(items, OrderedDict):

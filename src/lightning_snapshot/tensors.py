@@ -259,6 +259,8 @@ class TensorTarget:
             _flat_bytes(self.tensor)[start : start + data.numel()].copy_(data)
             return
         raw = _RAW[fetch.item_bytes]
+        # torchsnapshot packs tensors without gaps, and views of wider elements must be aligned.
+        data = data.clone() if data.storage_offset() % fetch.item_bytes else data
         rows, into = data.view(raw), self.tensor.view(raw)
         done = 0
         for box in boxes_of_flat_range(piece.sizes, first, first + rows.numel()):

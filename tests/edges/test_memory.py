@@ -60,7 +60,7 @@ def test_buffers_are_used_again():
 def test_a_buffer_comes_back_when_its_user_fails():
     pool = BufferPool(64, 64)
     for _ in range(3):
-        with pytest.raises(ValueError, match="^the user's error$"), pool.buffer():
+        with pytest.raises(ValueError, match=r"^the user's error$"), pool.buffer():
             raise ValueError("the user's error")
     with pool.buffer() as buffer:
         assert len(buffer.view) == 64

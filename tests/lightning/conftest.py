@@ -61,7 +61,10 @@ def start_program(namespace) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
         command = [sys.executable, "-u", Path(__file__).parent / "programs" / name, namespace.name, *arguments]
         process = subprocess.Popen(
             [str(part) for part in command],
-            env={**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "0"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,6 +1,8 @@
 """Whatever a Trainer resumes or evaluates comes back exactly."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,19 @@ def test_the_same_callback_by_hand_and_by_entry_point_is_harmless(cls, make_trai
 
 def test_the_entry_point_adds_the_callback(make_trainer):
     assert any(isinstance(callback, SnapshotCallback) for callback in make_trainer().callbacks)
+
+
+def test_a_program_that_does_not_use_the_plugin_gets_no_callback_and_imports_nothing_of_ours():
+    program = """if True:
+        import sys, lightning.pytorch, pytorch_lightning
+        for pl in (lightning.pytorch, pytorch_lightning):
+            callbacks = pl.Trainer(accelerator="cpu", logger=False).callbacks
+            print(*(name for each in callbacks if "Snapshot" in (name := type(each).__name__)))
+        print(*(name for name in sys.modules if name.startswith("lightning_snapshot.") and "entry_point" not in name))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["lightning_snapshot.integration"]
 
 
 def test_with_stock_checkpoints_the_callback_does_nothing(cls, make_trainer, tmp_path):

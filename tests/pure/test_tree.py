@@ -455,6 +455,21 @@ def test_snapshots_of_torchsnapshot_are_put_together_by_their_keys():
             RankNotes(("m",), {"m": ContainerNote(extra="e")}),
             "m: expected the attributes of an OrderedDict, found str",
         ),
+        (
+            {"m": DictEntry([]), "e": OBJECT},
+            RankNotes(("m",), {"m": ContainerNote("defaultdict", extra="e")}),
+            "m: expected the factory of a defaultdict, found str",
+        ),
+        (
+            {"m": ListEntry(), "m/0": OBJECT},
+            RankNotes(("m",), {"m": ContainerNote("namedtuple", "a:Point")}),
+            r"m: expected a:Point to be a named tuple of 1 fields, found the fields \('x', 'y'\)",
+        ),
+        (
+            {"m": DictEntry([])},
+            RankNotes(("m",), {"m": ContainerNote(extra="gone")}),
+            "gone: expected an entry, found none",
+        ),
     ],
 )
 def test_entries_that_contradict_each_other_are_refused(entries, notes, message):
@@ -462,20 +477,38 @@ def test_entries_that_contradict_each_other_are_refused(entries, notes, message)
         build(entries, notes)
 
 
-@settings(max_examples=200)
+@settings(max_examples=500)
 @given(st.data())
 def test_hostile_notes_never_lead_to_anything_but_a_metadata_error(data):
     paths = ["m", "m/0", "m/0/0", "m/1", "n", "n/k", "x-lightning-snapshot/1"]
-    kinds = st.sampled_from([ListEntry(), DictEntry(["k", 0]), OrderedDictEntry([1]), FIVE, OBJECT])
+    entry_kinds = st.sampled_from([ListEntry(), DictEntry(["k", 0]), OrderedDictEntry([1]), FIVE, OBJECT])
     some_paths = st.dictionaries(st.sampled_from(paths), st.sampled_from(paths), max_size=4)
-    entries = data.draw(st.dictionaries(st.sampled_from(paths), kinds))
-    notes = RankNotes(("m", "n"), same=data.draw(some_paths), moved=data.draw(some_paths))
+    entries = data.draw(st.dictionaries(st.sampled_from(paths), entry_kinds))
+    kinds = st.sampled_from(["", "tuple", "namedtuple", "defaultdict", "items", "OrderedDict", "?"])
+    classes = st.sampled_from(["", "collections:OrderedDict", "collections:defaultdict", "os:system"])
+    some_notes = st.builds(ContainerNote, kinds, classes, st.sampled_from(["", "m/1", "gone"]))
+    containers = data.draw(st.dictionaries(st.sampled_from(["", *paths]), some_notes, max_size=4))
+    notes = RankNotes(("m", "n"), containers, same=data.draw(some_paths), moved=data.draw(some_paths))
     tree = StateTree(entries, notes)
     try:
-        leaves = {path: path for path in tree.leaf_paths(tree.roots.values())}
-        tree.build(tree.roots.values(), leaves.__getitem__, lambda *_: Point)
+        leaves = {path: path for path in tree.leaf_paths(tree.roots.values(), with_root_attributes=True)}
+        values = tree.build(tree.roots.values(), leaves.__getitem__, lambda *_: Point)
+        tree.root_container(dict(zip(tree.roots, values, strict=True)), leaves.__getitem__)
     except MetadataError:
         pass
+
+
+def test_a_registered_class_that_is_no_named_tuple_is_refused():
+    tree = StateTree({"m": ListEntry()}, RankNotes(("m",), {"m": ContainerNote("namedtuple", "a:B")}))
+    with pytest.raises(MetadataError, match=r"^m: expected a:B to be a named tuple of 0 fields, found no named tuple"):
+        tree.build(["m"], lambda path: path, lambda *_: dict)
+
+
+def test_keys_that_no_dictionary_can_have_are_refused():
+    entries: dict[str, Entry] = {"m": ListEntry(), "m/0": OBJECT, "m/1": FIVE}
+    tree = StateTree(entries, RankNotes(("m",), {"m": ContainerNote("items")}))
+    with pytest.raises(MetadataError, match=r"^m: expected keys that a dictionary can have, .*unhashable"):
+        tree.build(["m"], lambda path: ([],), lambda *_: None)
 
 
 def test_metadata_that_is_nested_too_deeply_is_refused():
