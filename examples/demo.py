@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -87,10 +88,11 @@ def train(folder, *, kill=False):
             steps += [int(words[words.index("step") + 1])] if "step" in words else []
             times += [time.monotonic()]
             if kill and line.startswith(f"epoch {KILL_AFTER_EPOCH:2}"):
-                time.sleep((times[-1] - times[-2]) / 2)  # half of the time that an epoch takes
+                # Half of the time that an epoch takes: the next snapshot is on its way, but not there.
+                time.sleep(min(later - earlier for earlier, later in pairwise(times)) / 2)
                 process.kill()
-                print("   SIGKILL")
     if kill:
+        print("   SIGKILL")
         check(process.returncode == -signal.SIGKILL, "the run must have been killed before its end")
         return None
     check(process.returncode == 0, f"the training failed, see {folder.parent}/{folder.name}.log")
@@ -101,7 +103,7 @@ def compare(reference, resumed):
     for key in ("state_dict", "optimizer_states", "lr_schedulers"):
         expected, found = (dict(leaves(each.get_state_dict_for_key(key), key)) for each in (reference, resumed))
         places = expected.keys() | found.keys()
-        different = [place for place in places if not same(expected.get(place), found.get(place))]
+        different = [place for place in sorted(places) if not same(expected.get(place), found.get(place))]
         check(not different, f"these differ: {different}")
         numbers = sum(value.numel() if isinstance(value, torch.Tensor) else 1 for value in expected.values())
         print(f"   {key:16}  {numbers:7,} numbers   equal, bit for bit")

@@ -146,8 +146,8 @@ class StateTree:
         return found
 
     def entry(self, path: str) -> Entry:
-        """The entry at a path that ``children`` or ``leaf_paths`` gave."""
-        return self._entries[self.locate(path)]
+        """The entry at a path that ``locate`` gave."""
+        return self._entries[path]
 
     def note(self, path: str) -> ContainerNote:
         """The note on a container; an empty one if there is none."""

@@ -158,36 +158,19 @@ def test_missing_files_on_disk_are_named(tmp_path: Path):
         load(storage, rank=0, options=SMALL)
 
 
-def test_an_error_leaves_no_reader_open():
-    class Counting(Watched):
-        opened = 0
-
-        def open(self, location: str) -> Reader:
-            reader = super().open(location)
-            self.opened += 1
-            return Closing(reader, self)
-
-    @dataclasses.dataclass
-    class Closing:
-        reader: Reader
-        storage: Counting
-
-        @property
-        def size_bytes(self) -> int:
-            return self.reader.size_bytes
-
-        def read_into(self, offset_bytes: int, buffer: memoryview) -> None:
-            self.reader.read_into(offset_bytes, buffer)
-
-        def close(self) -> None:
-            self.storage.opened -= 1
-
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_an_error_leaves_no_reader_open(damage):
     inner = saved()
-    flip(inner, *place_of(inner, "0/m/v"))
+    location, offset = place_of(inner, "0/m/v")
+    if damage == "flip":
+        flip(inner, location, offset)
+    else:
+        inner.files[location] = inner.files[location][:-1]
     storage = Counting(inner)
-    with pytest.raises(ChecksumError):
+    with pytest.raises(DataError):
         load(storage, rank=0, options=SMALL)
-    assert storage.opened == 0
+    assert storage.readers
+    assert all(reader.is_closed for reader in storage.readers)
 
 
 # --- a save over the snapshot while it is read ------------------------------------------------------------------------
@@ -208,6 +191,34 @@ class Watched:
         self.opens += 1
         self.before_open(self.opens)
         return self.inner.open(location)
+
+
+class Counting(Watched):
+    """Remembers the readers that it gave out."""
+
+    def __init__(self, inner: MemoryStorage) -> None:
+        super().__init__(inner)
+        self.readers: list[Remembered] = []
+
+    def open(self, location: str) -> Reader:
+        self.readers.append(Remembered(super().open(location)))
+        return self.readers[-1]
+
+
+@dataclasses.dataclass
+class Remembered:
+    reader: Reader
+    is_closed: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self.reader.size_bytes
+
+    def read_into(self, offset_bytes: int, buffer: memoryview) -> None:
+        self.reader.read_into(offset_bytes, buffer)
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_again():

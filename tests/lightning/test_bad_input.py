@@ -48,7 +48,7 @@ def ordinary_folder(path: Path) -> None:
 def distributed_checkpoint(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that there is one process only
-        dcp.save({"a": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=path)
 
 
 def fsdp_checkpoint(path: Path) -> None:

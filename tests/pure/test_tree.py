@@ -477,7 +477,7 @@ def test_entries_that_contradict_each_other_are_refused(entries, notes, message)
         build(entries, notes)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(st.data())
 def test_hostile_notes_never_lead_to_anything_but_a_metadata_error(data):
     paths = ["m", "m/0", "m/0/0", "m/1", "n", "n/k", "x-lightning-snapshot/1"]
