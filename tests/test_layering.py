@@ -42,6 +42,7 @@ TABLE = (
     Row(1, {"geometry": NONE, "tree": NONE}),
     Row(1, {"read_plan": NONE, "rebuild": NONE, "view": NONE, "write_plan": NONE}),
     Row(2, {"stateful": TORCH}),
+    Row(2, {"arrays": NONE}),
     Row(2, {"group": TORCH, "memory": TORCH, "objects": TORCH, "storage": frozenset({"fsspec"}), "tensors": TORCH}),
     Row(3, {"commit": NONE, "execute": frozenset({"xxhash"})}),
     Row(4, {"options": NONE}),

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from lightning_snapshot import arrays
 from lightning_snapshot.errors import DataError, UnsafeObjectError, UnsupportedValueError
 from lightning_snapshot.stateful import StateDict
 
@@ -98,7 +99,8 @@ def loads(data: bytes | bytearray, place: str, *, trusted: bool, device: torch.d
         import_module("torch._dynamo")  # or else torch refuses nested tensors of the jagged layout
     try:
         with _registry_lock, torch.serialization.safe_globals(_unregistered_safe_globals()):
-            return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+            load = functools.partial(torch.load, io.BytesIO(data), map_location=device, weights_only=True)
+            return arrays.load_with_arrays(load)
     except pickle.UnpicklingError as error:
         if not trusted:
             return _loads_plain(data, place, device, error)
@@ -121,7 +123,8 @@ def _loads_plain(data: bytes | bytearray, place: str, device: torch.device, refu
     """What torch's weights-only unpickler refused, if it is plain data nevertheless."""
     reader = types.SimpleNamespace(__name__="plain data", Unpickler=_PlainUnpickler)
     try:
-        return torch.load(io.BytesIO(data), map_location=device, weights_only=False, pickle_module=reader)
+        load = functools.partial(torch.load, io.BytesIO(data), map_location=device, weights_only=False)
+        return arrays.load_with_arrays(functools.partial(load, pickle_module=reader))
     # Damaged or hostile bytes raise anything; whatever goes wrong here, the value is refused.
     except Exception as error:  # noqa: BLE001  # see above
         cause = error if isinstance(error, pickle.UnpicklingError) else refusal
@@ -234,20 +237,13 @@ def _built_in() -> dict[str, Any]:
 
 
 def _numpy_globals() -> tuple[_Callable | tuple[_Callable, str], ...]:
-    try:
-        numpy = import_module("numpy")
-    except ImportError:
-        return ()
-    scalar = numpy.float64(0).__reduce__()[0]
-    reconstruct = numpy.zeros(0).__reduce__()[0]
     # numpy 2 renamed numpy.core.
-    functions = tuple(
-        (function, f"numpy.{core}.multiarray.{function.__name__}")
-        for function in (scalar, reconstruct)
-        for core in ("core", "_core")
+    functions = ((arrays.new_array, "_reconstruct"), (arrays.new_scalar, "scalar"))
+    return (
+        *((function, f"numpy.{core}.multiarray.{name}") for function, name in functions for core in ("core", "_core")),
+        (arrays.NumpyArray, "numpy.ndarray"),
+        (arrays.NumpyDtype, "numpy.dtype"),
     )
-    dtype_classes = {type(numpy.dtype(code)) for code in (*numpy.typecodes["All"], "U1", "S1", "M8[s]", "m8[s]")}
-    return (*functions, numpy.ndarray, numpy.dtype, *sorted(dtype_classes, key=lambda kind: kind.__name__))
 
 
 def _refused_global(error: Exception) -> str:

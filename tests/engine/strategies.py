@@ -50,6 +50,9 @@ def cpu_dtypes() -> list[torch.dtype]:
     return sorted((dtype for dtype in dtypes if not str(dtype).startswith("torch.q")), key=str)
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _is_printable(dtype: torch.dtype) -> bool:
     try:
         repr(from_bytes(b"\1" * dtype.itemsize, dtype, (1,)))
@@ -61,14 +64,12 @@ def _is_printable(dtype: torch.dtype) -> bool:
 def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor with these very bits."""
     if not math.prod(shape):
-        return torch.empty(shape, dtype=dtype)
+        # Making a complex32 tensor directly warns that torch can do little with it.
+        return torch.empty(shape, dtype=_INTEGERS.get(dtype.itemsize, dtype)).view(dtype)
     vector = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if dtype == torch.bool:
         vector = vector & 1  # what other bits mean for a bool is up to the compiler
     return vector.view(dtype).reshape(shape)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -275,6 +275,13 @@ def test_replicated_tensors_are_spread_evenly(sizes, world_size, data):
     assert loads[busiest] == own[busiest] or loads[busiest] - max(sizes) <= sum(loads) / world_size
 
 
+def test_the_largest_replicated_tensors_are_given_out_first():
+    sizes = {"a": 200, "b": 200, "c": 300}
+    spec = {path: TensorSpec("torch.uint8", 1, (size,), replicated=True) for path, size in sizes.items()}
+    files = plan_write([spec] * 2, LARGE).files
+    assert [[piece.path for file in of_rank for piece in file.pieces] for of_rank in files] == [["c"], ["a", "b"]]
+
+
 def test_chunks_of_a_replicated_tensor_are_spread_over_ranks():
     spec = {"w": tensor(64, 4, replicated=True)}
     plan = plan_write([spec] * 4, SMALL)
