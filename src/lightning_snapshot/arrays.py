@@ -1,12 +1,13 @@
 """numpy's arrays, scalars and dtypes out of a pickle, without numpy's own unpickling code.
 
 That code believes what a pickle says about memory: ``numpy.ndarray((1,), "O", b"…")`` makes an object of any address,
-and a dtype takes its flags from the pickle. So the names under which a pickle asks for numpy lead to the stand-ins here,
-which check everything and build arrays from plain bytes.
+and a dtype takes its flags from the pickle. So the names under which a pickle asks for numpy lead to the stand-ins
+here, which check everything and build arrays from plain bytes.
 """
 
 import math
 import pickle
+import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -19,7 +20,8 @@ __all__ = ["NumpyArray", "NumpyDtype", "load_with_arrays", "new_array", "new_sca
 _thread = threading.local()
 
 _BYTE_ORDERS = frozenset("<>|=")
-_STATE_OF_PLAIN_DTYPE = 5  # what follows is sizes and flags that the code of the dtype implies
+_FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
+# Positions in the state of a dtype.
 _FIELD_NAMES, _FIELDS, _ITEM_BYTES = 3, 4, 5
 _DATETIME_METADATA = 8
 
@@ -27,9 +29,8 @@ _DATETIME_METADATA = 8
 class NumpyDtype:
     """A ``numpy.dtype`` that is being unpickled."""
 
-    def __init__(self, code: str, align: bool = False, copy: bool = True) -> None:  # noqa: FBT001, FBT002  # as numpy's
-        """Take what `numpy.dtype` is called with in a pickle."""
-        del align, copy  # neither changes what a dtype of such a code is
+    def __init__(self, code: object, *_: object) -> None:
+        """Take what `numpy.dtype` is called with in a pickle; the rest does not change what a dtype of a code is."""
         if not isinstance(code, str):
             msg = f"expected the code of a numpy dtype, found {type(code).__name__}"
             raise TypeError(msg)
@@ -41,7 +42,7 @@ class NumpyDtype:
         numpy = import_module("numpy")
         order, subarray = state[1], state[2]
         if order not in _BYTE_ORDERS or subarray is not None:
-            msg = f"expected a numpy dtype with a byte order and without a sub-array, found {state[:_STATE_OF_PLAIN_DTYPE]}"
+            msg = f"expected a numpy dtype with a byte order and without a sub-array, found {state[:_FIELD_NAMES]}"
             raise ValueError(msg)
         if state[_FIELDS] is not None:
             fields = [state[_FIELDS][name] for name in state[_FIELD_NAMES]]
@@ -56,7 +57,7 @@ class NumpyDtype:
         elif len(state) > _DATETIME_METADATA:
             unit, count = state[_DATETIME_METADATA][1][:2]
             self.value = numpy.dtype(f"{self._code}[{int(count)}{unit.decode()}]")
-        if order in "<>":
+        if order == _FOREIGN_ORDER:
             self.value = self.value.newbyteorder(order)
 
 
@@ -72,7 +73,7 @@ class NumpyArray:
         _, shape, dtype, is_fortran, elements = state
         numpy = import_module("numpy")
         count = math.prod(shape)
-        if dtype.value == object:
+        if dtype.value.kind == "O":
             flat = numpy.empty(len(_checked_objects(elements, count)), dtype=object)
             for index, element in enumerate(elements):
                 flat[index] = element
@@ -143,11 +144,11 @@ class _Exchange:
             return self._done[id(value)]
         self._keep.append(value)
         self._done[id(value)] = value
-        if type(value) is NumpyArray:
-            self.found += 1
+        if type(value) in {NumpyArray, NumpyDtype}:
+            self.found += type(value) is NumpyArray
             self._done[id(value)] = value.value
-            if getattr(value.value, "dtype", None) == object:
-                flat = value.value.reshape(-1)
+            if type(value) is NumpyArray and value.value.dtype.kind == "O":
+                flat = value.value.reshape(-1, order="A")
                 self._items(range(flat.size), flat.__getitem__, flat.__setitem__)
             return value.value
         if type(value) in {list, deque}:

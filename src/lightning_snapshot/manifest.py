@@ -6,6 +6,7 @@ torchsnapshot skips. What only old versions wrote is in `lightning_snapshot.mani
 """
 
 import codecs
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias, cast
@@ -57,6 +58,7 @@ __all__ = [
     "decode",
     "encode",
     "escaped_length",
+    "seal",
     "split_rank",
 ]
 
@@ -96,6 +98,7 @@ class _FloatEntry(_IntEntry, gc=False, tag="float"): ...
 
 
 class _ExtensionEntry(msgspec.Struct, tag_field="type", tag=EXTENSION_KEY):
+    checksum: str
     content: str
 
 
@@ -120,6 +123,10 @@ _PRIMITIVES: dict[type, Any] = {
     _BytesEntry: "bytes",
     _FloatEntry: "float",
 }
+_NO_CHECKSUM = "0" * 32
+# A quote inside a text is escaped, so this can only be the field of the extension entry.
+_CHECKSUM = re.compile(rb'("checksum":\s*")[0-9a-f]{32}')
+_OWN_LOCATION = b'"location":".data/'
 _KNOWN_TYPES = frozenset(
     (*_PRIMITIVES.values(), "list", "dict", "OrderedDict", "Tensor", "ChunkedTensor", "ShardedTensor", "DTensor")
 ) | {"object", EXTENSION_KEY}
@@ -171,7 +178,7 @@ def encode(manifest: Manifest) -> bytes:
             msg = f"manifest path {path!r}: expected at most {limit} characters as escaped, found {found}"
             raise MetadataError(msg)
     if manifest.extension is not None:
-        entries[EXTENSION_KEY] = _ExtensionEntry(_to_json(EXTENSION_KEY, manifest.extension).decode())
+        entries[EXTENSION_KEY] = _ExtensionEntry(_NO_CHECKSUM, _to_json(EXTENSION_KEY, manifest.extension).decode())
     stored = {"version": manifest.version, "world_size": manifest.world_size, "manifest": entries}
     try:
         data = msgspec.json.encode(stored)
@@ -179,9 +186,20 @@ def encode(manifest: Manifest) -> bytes:
         for path, entry in entries.items():
             _to_json(path, {path: entry})
         raise
-    if data.isascii() and b"\x7f" not in data:
-        return data
-    return _ONLY_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
+    if not data.isascii() or b"\x7f" in data:
+        data = _ONLY_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
+    return seal(data)
+
+
+def seal(data: bytes) -> bytes:
+    """The text of a manifest with the right checksum in its extension entry; as it is if it has none."""
+    return _CHECKSUM.sub(rb"\g<1>%b" % _checksum(data).encode(), data, count=1)
+
+
+def _checksum(data: bytes) -> str:
+    """Of the whole text, with zeros where the checksum itself stands."""
+    unsealed = _CHECKSUM.sub(rb"\g<1>%b" % _NO_CHECKSUM.encode(), data, count=1)
+    return hashlib.blake2b(unsealed, digest_size=len(_NO_CHECKSUM) // 2).hexdigest()
 
 
 def _to_json(path: str, value: object) -> bytes:
@@ -212,9 +230,23 @@ def decode(data: bytes, *, source: str) -> Manifest:
         msg = f"{source}: expected a positive integer as 'world_size', found {describe(stored.world_size)}"
         raise MetadataError(msg)
     version = stored.version if isinstance(stored.version, str) else describe(stored.version)
-    own = stored.manifest.get(EXTENSION_KEY)
-    extension = _decode_extension(own.content, source) if isinstance(own, _ExtensionEntry) else None
+    extension = _checked_extension(stored, data, source)
     return Manifest(version, stored.world_size, _checked_entries(stored, source), extension)
+
+
+def _checked_extension(stored: _StoredManifest, data: bytes, source: str) -> Extension | None:
+    own = stored.manifest.get(EXTENSION_KEY)
+    if not isinstance(own, _ExtensionEntry):
+        # Only this project writes these. Without the extension nothing else could be checked.
+        if EXTENSION_KEY.encode() in data or _OWN_LOCATION in data:
+            msg = f"{source}: expected an entry {EXTENSION_KEY!r}, found none; the metadata is damaged"
+            raise MetadataError(msg)
+        return None
+    found = _checksum(data)
+    if found != own.checksum:
+        msg = f"{source}: the metadata changed since it was written: expected checksum {own.checksum}, found {found}"
+        raise MetadataError(msg)
+    return _decode_extension(own.content, source)
 
 
 def _decode_unusual(text: bytes, source: str) -> _StoredManifest:

@@ -40,14 +40,15 @@ _registry_lock = threading.Lock()
 _Callable: TypeAlias = Callable[..., Any]
 
 _PLAIN_DATA: tuple[type, ...] = (
-    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice, object),
+    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, slice, object),
     *(collections.deque, collections.Counter, collections.defaultdict, collections.OrderedDict, collections.UserDict),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(decimal.Decimal, fractions.Fraction, uuid.UUID, types.SimpleNamespace),
+    *(decimal.Decimal, uuid.UUID, types.SimpleNamespace),
     StateDict,
 )
 # Members of an enumeration are shared by the whole program: they may be looked up, but not changed.
 _ENUMS = (http.HTTPStatus, signal.Signals, uuid.SafeUUID)
+_MAX_RANGE = 2**24
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 
 
@@ -202,8 +203,33 @@ def find_class(path: str, name: str, *, trusted: bool) -> Any:
 def _safe_globals() -> tuple[_Callable | tuple[_Callable, str], ...]:
     # Python 3.13 moved the path classes and back again; snapshots travel between versions.
     paths = tuple((kind, f"{module}.{kind.__name__}") for kind in _PATHS for module in ("pathlib", "pathlib._local"))
+    guarded = ((_short_range, "builtins.range"), (_exact_fraction, "fractions.Fraction"))
     enums = tuple((functools.partial(kind), f"{kind.__module__}.{kind.__qualname__}") for kind in _ENUMS)
-    return (*_PLAIN_DATA, *paths, *enums, *_numpy_globals(), (StateDict, "torchsnapshot.state_dict.StateDict"))
+    return (
+        *_PLAIN_DATA,
+        *paths,
+        *enums,
+        *guarded,
+        *_numpy_globals(),
+        (StateDict, "torchsnapshot.state_dict.StateDict"),
+    )
+
+
+def _short_range(*bounds: int) -> range:
+    """A range that a pickle may turn into a list without filling the memory."""
+    found = range(*bounds)
+    if len(found) > _MAX_RANGE:
+        msg = f"GLOBAL builtins.range of {len(found)} numbers"
+        raise pickle.UnpicklingError(msg)
+    return found
+
+
+def _exact_fraction(*parts: int | str) -> fractions.Fraction:
+    """A fraction of written-out numbers: an exponent may ask for billions of digits."""
+    if any("e" in str(part).lower() for part in parts):
+        msg = "GLOBAL fractions.Fraction with an exponent"
+        raise pickle.UnpicklingError(msg)
+    return fractions.Fraction(*parts)
 
 
 def _unregistered_safe_globals() -> list[_Callable | tuple[_Callable, str]]:

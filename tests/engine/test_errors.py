@@ -22,7 +22,7 @@ from lightning_snapshot.errors import (
     SnapshotNotFoundError,
     TargetMismatchError,
 )
-from lightning_snapshot.manifest import EXTENSION_KEY, ObjectEntry, TensorEntry
+from lightning_snapshot.manifest import EXTENSION_KEY, ObjectEntry, TensorEntry, seal
 from lightning_snapshot.restore import load, read_manifest, read_value
 from lightning_snapshot.save import save
 from lightning_snapshot.storage import METADATA_NAME, Reader, open_storage
@@ -266,7 +266,7 @@ def edited(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> MemorySt
     extension = json.loads(metadata["manifest"][EXTENSION_KEY]["content"])
     change(metadata["manifest"], extension)
     metadata["manifest"][EXTENSION_KEY]["content"] = json.dumps(extension)
-    storage.files[METADATA_NAME] = json.dumps(metadata).encode()
+    storage.files[METADATA_NAME] = seal(json.dumps(metadata).encode())
     return storage
 
 

@@ -32,6 +32,7 @@ from lightning_snapshot.manifest import (
     decode,
     encode,
     escaped_length,
+    seal,
     split_rank,
 )
 
@@ -117,10 +118,29 @@ def test_the_exact_bytes_of_every_kind_of_entry() -> None:
         '"0/m/z":{"type":"str","serialized_value":"é","replicated":true,"readable":null},'
         '"0/m/o":{"type":"object","location":"0/m/o","serializer":"torch_save","obj_type":"builtins.tuple",'
         '"replicated":false},'
-        f'"x-lightning-snapshot":{{"type":"x-lightning-snapshot","content":{json.dumps(content)}}}'
+        f'"x-lightning-snapshot":{{"type":"x-lightning-snapshot","checksum":"{"0" * 32}","content":{json.dumps(content)}}}'
         "}}"
     )
-    assert encode(EVERYTHING).decode() == expected
+    assert encode(EVERYTHING) == seal(expected.encode())
+
+
+def test_any_change_of_our_own_metadata_is_noticed() -> None:
+    data = encode(EVERYTHING)
+    for position in range(len(data)):
+        for bit in (0x01, 0x20):
+            damaged = bytearray(data)
+            damaged[position] ^= bit
+            with pytest.raises(MetadataError, match="^here: "):
+                decode(bytes(damaged), source="here")
+
+
+def test_our_own_metadata_without_its_extension_is_damaged() -> None:
+    content = json.loads(encode(EVERYTHING))
+    location = ".data/save/0_0"
+    content["manifest"]["0/m/o"]["location"] = location
+    del content["manifest"][EXTENSION_KEY]
+    with pytest.raises(MetadataError, match="expected an entry 'x-lightning-snapshot', found none"):
+        decode(json.dumps(content, separators=(",", ":")).encode(), source="here")
 
 
 def test_every_kind_of_entry_comes_back() -> None:
@@ -210,7 +230,7 @@ def test_what_is_written_is_read_back_by_json_and_yaml_parsers_alike(manifest: M
     for loader in YAML_LOADERS:
         # As torchsnapshot does it; and ours with the same parser, from a text that is no JSON.
         assert yaml.load(data.decode(), Loader=loader) == content  # noqa: S506  # both are safe loaders
-    assert decode(data + b"\n# YAML", source="here") == manifest
+    assert decode(seal(data + b"\n# YAML"), source="here") == manifest
 
 
 @given(TEXTS)
@@ -309,7 +329,7 @@ def test_unknown_types_are_dropped() -> None:
         "0/a": {"type": "list"},
         "0/b": {"type": "x-other", "location": "f", "replicated": False},
         "nowhere": {"type": "x-other", "anything": [1]},
-        "0/c": {"type": EXTENSION_KEY, "content": "not at its place"},
+        "0/c": {"type": "x-of-somebody-else", "content": "not known"},
     }
     data = json.dumps({"version": "0.1.0", "world_size": 1, "manifest": manifest}).encode()
     assert decode(data, source="here") == Manifest("0.1.0", 1, {"0/a": ListEntry()})
@@ -449,7 +469,7 @@ def test_a_defect_is_named(entry: object, words: list[str]) -> None:
         ({"manifest": {"²/a": GOOD_TENSOR}}, ["'²/a'", "a rank and a slash"]),
         ({"manifest": {"/a": GOOD_TENSOR}}, ["'/a'", "a rank and a slash"]),
         ({"manifest": {"0": GOOD_TENSOR}}, ["'0'", "a rank and a slash"]),
-        ({"manifest": {EXTENSION_KEY: GOOD_TENSOR}}, [EXTENSION_KEY, "a rank and a slash"]),
+        ({"manifest": {EXTENSION_KEY: GOOD_TENSOR}}, [EXTENSION_KEY, "found none"]),
     ],
 )
 def test_a_defect_of_the_file_is_named(changes: dict[str, object], words: list[str]) -> None:
@@ -529,8 +549,8 @@ def test_yaml_aliases_are_refused() -> None:
 
 
 def with_extension(content: object) -> bytes:
-    manifest = {"0/a": {"type": "list"}, EXTENSION_KEY: {"type": EXTENSION_KEY, "content": content}}
-    return json.dumps({"version": "0.1.0", "world_size": 1, "manifest": manifest}).encode()
+    manifest = {"0/a": {"type": "list"}, EXTENSION_KEY: {"type": EXTENSION_KEY, "checksum": "0" * 32, "content": content}}
+    return seal(json.dumps({"version": "0.1.0", "world_size": 1, "manifest": manifest}).encode())
 
 
 EXTENSION_CONTENT = {"format": 1, "save_id": "s", "writer": "w", "block_bytes": 4, "files": {}}

@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from lightning_snapshot.errors import NotASnapshotError
@@ -194,11 +195,12 @@ def remove_path(posix: Posix, path: Path) -> None:
         posix.remove_folder(path)
 
 
-def _remove_if_dead(posix: Posix, folder: Path) -> None:
+def _remove_if_dead(posix: Posix, folder: Path, is_used: Callable[[], bool] = lambda: False) -> None:
     with suppress(FileNotFoundError):
         descriptor = posix.open_folder(folder)
         try:
-            if posix.lock(descriptor, wait=False) and _is_at(folder, descriptor):
+            # Asked under the lock: a save that has given it back is dead, or has been published meanwhile.
+            if posix.lock(descriptor, wait=False) and _is_at(folder, descriptor) and not is_used():
                 remove_path(posix, folder)
         finally:
             posix.close(descriptor)
@@ -242,7 +244,15 @@ def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, complete: Colle
             elif save_id in complete:
                 remove_path(posix, path)
             else:
-                _remove_if_dead(posix, path)
+                _remove_if_dead(posix, path, partial(_is_published, root, save_id))
+
+
+def _is_published(root: Path, save_id: str) -> bool:
+    """Whether the metadata that is in place now names a save."""
+    try:
+        return is_named(save_id, (root / METADATA_NAME).read_bytes())
+    except FileNotFoundError:
+        return False
 
 
 def finish_exchanges(posix: Posix, parent: Path) -> None:
