@@ -17,7 +17,7 @@ export PIP_PROGRESS_BAR := off
 
 .PHONY: demo test test-oldest lint interop bench clean
 
-demo: $(VENV)/.stamp
+demo: $(VENV)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV)/bin/python examples/demo.py
 
 test: lint interop

@@ -41,10 +41,13 @@ class NumpyDtype:
         """Take byte order, fields and the unit of dates; nothing about memory."""
         numpy = import_module("numpy")
         order, subarray = state[1], state[2]
-        if order not in _BYTE_ORDERS or subarray is not None:
-            msg = f"expected a numpy dtype with a byte order and without a sub-array, found {state[:_FIELD_NAMES]}"
+        if order not in _BYTE_ORDERS:
+            msg = f"expected the byte order of a numpy dtype, found {order!r}"
             raise ValueError(msg)
-        if state[_FIELDS] is not None:
+        if subarray is not None:
+            base, shape = subarray
+            self.value = numpy.dtype((base.value, shape))
+        elif state[_FIELDS] is not None:
             fields = [state[_FIELDS][name] for name in state[_FIELD_NAMES]]
             self.value = numpy.dtype(
                 {

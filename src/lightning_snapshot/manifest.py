@@ -126,7 +126,6 @@ _PRIMITIVES: dict[type, Any] = {
 _NO_CHECKSUM = "0" * 32
 # A quote inside a text is escaped, so this can only be the field of the extension entry.
 _CHECKSUM = re.compile(rb'("checksum":\s*")[0-9a-f]{32}')
-_OWN_LOCATION = b'"location":".data/'
 _KNOWN_TYPES = frozenset(
     (*_PRIMITIVES.values(), "list", "dict", "OrderedDict", "Tensor", "ChunkedTensor", "ShardedTensor", "DTensor")
 ) | {"object", EXTENSION_KEY}
@@ -237,8 +236,8 @@ def decode(data: bytes, *, source: str) -> Manifest:
 def _checked_extension(stored: _StoredManifest, data: bytes, source: str) -> Extension | None:
     own = stored.manifest.get(EXTENSION_KEY)
     if not isinstance(own, _ExtensionEntry):
-        # Only this project writes these. Without the extension nothing else could be checked.
-        if EXTENSION_KEY.encode() in data or _OWN_LOCATION in data:
+        # The name stands in the text twice, as key and as type: some damage has hit one of them.
+        if EXTENSION_KEY.encode() in data:
             msg = f"{source}: expected an entry {EXTENSION_KEY!r}, found none; the metadata is damaged"
             raise MetadataError(msg)
         return None

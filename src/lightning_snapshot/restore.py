@@ -14,6 +14,7 @@ from lightning_snapshot.errors import (
     EntryNotFoundError,
     MetadataError,
     MissingDataError,
+    SnapshotError,
     TargetMismatchError,
 )
 from lightning_snapshot.execute import read_all
@@ -47,6 +48,10 @@ __all__ = ["load", "read_manifest", "read_value"]
 _T = TypeVar("_T")
 # Beyond this, the block size in a damaged or hostile extension would decide how much memory is taken.
 _MAX_BLOCK_BYTES = 64 * 1024 * 1024
+# Loads that lose the race against other processes that save over the snapshot, before giving up.
+_MAX_ATTEMPTS = 10
+# A block must not end inside an element.
+_WIDEST_ELEMENT_BYTES = 16
 _CPU = torch.device("cpu")
 
 
@@ -113,15 +118,27 @@ def read_value(storage: Storage, path: str, *, options: Options, target: torch.T
 
 
 def _with_retry(storage: Storage, action: Callable[[Manifest], _T]) -> _T:
-    manifest = read_manifest(storage)
+    """Run ``action`` on the manifest, and again on a newer one if somebody saves over the snapshot meanwhile."""
     try:
+        manifest = read_manifest(storage)
+        for _ in range(_MAX_ATTEMPTS - 1):
+            try:
+                return action(manifest)
+            except MissingDataError:  # noqa: PERF203  # a load is not made slower by it
+                newer = read_manifest(storage)
+                if newer == manifest:
+                    raise
+                manifest = newer
         return action(manifest)
-    except MissingDataError:
-        # Somebody may have saved over the snapshot since its metadata was read.
-        newer = read_manifest(storage)
-        if newer == manifest:
-            raise
-        return action(newer)
+    except SnapshotError as error:
+        _name_snapshot(storage, error)
+        raise
+
+
+def _name_snapshot(storage: Storage, error: SnapshotError) -> None:
+    """Put the snapshot into the message of an error; deeper down only the place inside it is known."""
+    if len(error.args) == 1 and storage.url not in str(error):
+        error.args = (f"{storage.url}: {error.args[0]}",)
 
 
 def _load(
@@ -201,6 +218,7 @@ class _Leaves:
         self._view = view
         self._options = options
         self._given = targets
+        self._fillable: dict[str, torch.Tensor] = {}
         self._device = device
         self._notes: dict[str, RankNotes | None] = {}
         self._tensors: dict[str, StoredTensor] = {}
@@ -222,6 +240,8 @@ class _Leaves:
                 objects_at[path] = entry.location, entry.byte_range
             else:
                 self._tensors[path] = stored_tensor(path, _tensor_entry(path, entry))
+        given = {path: self._given[path] for path in self._tensors if path in self._given}
+        self._fillable = tensors.without_overlaps({p: t for p, t in given.items() if tensors.is_fillable(t)})
         wholes = {path: (tensor, self._item_bytes(path), None) for path, tensor in self._tensors.items()}
         values = self._decode(self._execute(plan_read(wholes, objects_at)))
         values |= {path: self._finish(path, self._target(path).tensor) for path in self._tensors}
@@ -232,8 +252,11 @@ class _Leaves:
         extension = self._manifest.extension
         records: Mapping[str, FileRecord] = {} if extension is None else extension.files
         block_bytes = self._options.block_bytes if extension is None else extension.block_bytes
-        if block_bytes > _MAX_BLOCK_BYTES:
-            msg = f"{self._storage.url}: expected blocks of at most {_MAX_BLOCK_BYTES} bytes, found {block_bytes}"
+        if block_bytes > _MAX_BLOCK_BYTES or block_bytes % _WIDEST_ELEMENT_BYTES:
+            msg = (
+                f"{self._storage.url}: expected blocks of at most {_MAX_BLOCK_BYTES} bytes that are multiples of "
+                f"{_WIDEST_ELEMENT_BYTES}, found {block_bytes}"
+            )
             raise MetadataError(msg)
         parts: Iterable[Fetch | Blob] = chain(plan.fetches, plan.blobs)
         unknown = [part for part in parts if extension is not None and part.location not in records]
@@ -284,11 +307,11 @@ class _Leaves:
 
     def _new_target(self, path: str, dtype: torch.dtype | None) -> TensorTarget:
         shape = self._tensors[path].shape
-        given = self._given.get(path)
+        given = self._fillable.get(path)
         if dtype is None:
             msg = f"{path}: expected the name of a dtype, found none"
             raise MetadataError(msg)
-        if given is not None and given.dtype == dtype and tuple(given.shape) == shape and tensors.is_fillable(given):
+        if given is not None and given.dtype == dtype and tuple(given.shape) == shape:
             return TensorTarget.existing(given)
         note = self._note(path)
         dim_order = note.dim_order if note else None

@@ -13,7 +13,7 @@ from lightning_snapshot.manifest import Entry, Manifest
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load, read_manifest, read_value
 from lightning_snapshot.save import save
-from lightning_snapshot.stateful import RNGState, Stateful
+from lightning_snapshot.stateful import RNGState, Stateful, copies_tensors_as_they_are
 from lightning_snapshot.storage import open_storage
 from lightning_snapshot.tensors import tensors_by_path
 
@@ -114,10 +114,11 @@ class Snapshot:
         """
         _check_rng_states(app_state)
         for key, stateful in sorted(app_state.items(), key=lambda item: isinstance(item[1], RNGState)):
-            targets = tensors_by_path({key: stateful.state_dict()})
+            own = tensors_by_path({key: stateful.state_dict()})
+            targets = own if copies_tensors_as_they_are(stateful) else {}
             state = load(self._storage, rank=0, options=self._options, keys=[key], targets=targets)[key]
             if isinstance(stateful, torch.nn.Module):
-                _check_shapes(key, targets, state)
+                _check_shapes(key, own, state)
                 stateful.load_state_dict(state, strict=strict)
             else:
                 stateful.load_state_dict(state)

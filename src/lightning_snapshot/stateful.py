@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["RNGState", "StateDict", "Stateful"]
+__all__ = ["RNGState", "StateDict", "Stateful", "copies_tensors_as_they_are"]
 
 
 @runtime_checkable
@@ -48,3 +48,26 @@ class RNGState:
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Set the generator."""
         torch.set_rng_state(state_dict["rng_state"])
+
+
+def copies_tensors_as_they_are(stateful: object) -> bool:
+    """Whether an object takes each tensor of a state for the very tensor of its own that has that key, or drops it.
+
+    Only then may its own tensors be filled before ``load_state_dict`` sees them: code that swaps or changes what it
+    loads would otherwise work on tensors that change under its hands.
+    """
+    if isinstance(stateful, StateDict):
+        return type(stateful) is StateDict
+    if isinstance(stateful, torch.optim.Optimizer):
+        hooks = (stateful._optimizer_load_state_dict_pre_hooks, stateful._optimizer_load_state_dict_post_hooks)  # noqa: SLF001  # no public way to ask
+        return _is_libraries_own(stateful.load_state_dict) and not any(hooks)
+    if not isinstance(stateful, torch.nn.Module) or not _is_libraries_own(stateful.load_state_dict):
+        return False
+    return not any(
+        part._load_state_dict_pre_hooks or not _is_libraries_own(part._load_from_state_dict)  # noqa: SLF001  # as above
+        for part in stateful.modules()
+    )
+
+
+def _is_libraries_own(method: object) -> bool:
+    return getattr(method, "__module__", "").partition(".")[0] in {"torch", "torchmetrics"}

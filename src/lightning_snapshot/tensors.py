@@ -34,6 +34,7 @@ __all__ = [
     "tensor_note",
     "tensor_spec",
     "tensors_by_path",
+    "without_overlaps",
 ]
 
 # The dtypes that torchsnapshot reads as plain bytes (FORMAT 5.1).
@@ -90,8 +91,31 @@ def is_fillable(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_conj() or tensor.is_neg() or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return False
-    # An expanded tensor shows one element in several places.
-    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    # An expanded tensor, for one, shows one element in several places.
+    reach = 0
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in strides if size > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def without_overlaps(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The targets that share no memory with another one: two stored tensors cannot both go there."""
+    spans = []
+    for path, tensor in targets.items():
+        last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        begin = tensor.data_ptr()
+        spans.append((str(tensor.device), begin, begin + (last + 1) * tensor.element_size(), path))
+    spans.sort()
+    shared: set[str] = set()
+    reached = ("", 0, "")  # device, end and path of the span that goes furthest
+    for device, begin, end, path in spans:
+        if device == reached[0] and begin < reached[1]:
+            shared |= {path, reached[2]}
+        reached = max(reached, (device, end, path))
+    return {path: tensor for path, tensor in targets.items() if path not in shared}
 
 
 def is_same_view(value: torch.Tensor, given: torch.Tensor) -> bool:

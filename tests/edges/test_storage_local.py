@@ -1014,3 +1014,24 @@ def test_a_refused_direct_write_goes_through_the_page_cache(tmp_path) -> None:
     transaction.commit(metadata_for({".data/save/0": content}))
 
     assert read(storage, ".data/save/0") == content
+
+
+def test_a_save_that_is_published_while_another_one_cleans_up_keeps_its_data(tmp_path) -> None:
+    root = tmp_path / "snapshot"
+    save(local(root), "first", OLD)
+    content = {"0": b"latest" * 50}
+
+    def publish_another(*paths: Path) -> None:
+        if not (root / ".data" / "third").exists() and "second" in str(root.joinpath(METADATA_NAME).read_bytes()):
+            save(local(root), "third", content)
+
+    # Right after its own publication, before it looks for what is unused.
+    save(local(root, FaultyPosix(after={"rename": publish_another})), "second", NEW)
+
+    assert tree(root) == saved("third", content)
+
+
+def test_a_double_colon_in_a_name_is_part_of_the_name(tmp_path) -> None:
+    for name in ("lr=1::a.ckpt", "lr=1::b.ckpt"):
+        save(open_storage(tmp_path / name), "save", OLD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lr=1::a.ckpt", "lr=1::b.ckpt"]

@@ -105,7 +105,7 @@ def test_damage_in_what_is_not_wanted_is_not_looked_for():
     flip(storage, *place_of(storage, "0/o"))
     assert list(load(storage, rank=0, options=SMALL, keys=["m"])) == ["m"]
     assert same(read_value(storage, "0/m/v", options=SMALL), state()["m"]["v"])
-    with pytest.raises(ChecksumError, match=r"^o: "):
+    with pytest.raises(ChecksumError, match=r"o: "):
         read_value(storage, "0/o", options=SMALL)
 
 
@@ -154,7 +154,7 @@ def test_missing_files_on_disk_are_named(tmp_path: Path):
     save(state(), storage, save_id="first", options=SMALL)
     location = read_manifest(storage).entries["0/o"].location
     (tmp_path / "a.ckpt" / location).unlink()
-    with pytest.raises(MissingDataError, match=rf"^o: .*{location}"):
+    with pytest.raises(MissingDataError, match=rf"o: .*{location}"):
         load(storage, rank=0, options=SMALL)
 
 
@@ -253,7 +253,7 @@ def test_a_snapshot_that_is_replaced_all_the_time_is_given_up():
     storage = Watched(inner, replace)
     with pytest.raises(MissingDataError):
         load(storage, rank=0, options=SMALL)
-    assert inner.operations.count(("read_metadata", METADATA_NAME)) == 2
+    assert inner.operations.count(("read_metadata", METADATA_NAME)) == 10
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -298,27 +298,27 @@ def set_notes(**fields: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_field("0/m/v", shape=[31]), r"^m/v: expected 62 bytes for shape \[31\], found the range .* of 60 bytes"),
-        (set_field("0/m/v", dtype="torch.int32"), r"^m/v: expected 120 bytes for shape \[30\], found the range"),
-        (set_field("0/m/v", dtype="torch.int17"), r"^m/v: expected the name of a dtype, found 'torch.int17'"),
-        (set_field("0/m/v", serializer="json"), r"^m/v: expected the serializer .*, found 'json'"),
+        (set_field("0/m/v", shape=[31]), r"m/v: expected 62 bytes for shape \[31\], found the range .* of 60 bytes"),
+        (set_field("0/m/v", dtype="torch.int32"), r"m/v: expected 120 bytes for shape \[30\], found the range"),
+        (set_field("0/m/v", dtype="torch.int17"), r"m/v: expected the name of a dtype, found 'torch.int17'"),
+        (set_field("0/m/v", serializer="json"), r"m/v: expected the serializer .*, found 'json'"),
         (set_field("0/m/v", byte_range=[5, 4]), "'0/m/v'"),
         (set_field("0/m/v", location="../../etc/passwd"), "etc/passwd"),
-        (set_field("0/m/v", location=".data/first/9"), "^m/v: expected a record of its file .data/first/9, found none"),
-        (set_field("0/o", location=".data/first/9"), "^o: expected a record of its file .data/first/9, found none"),
-        (lambda entries, _: entries.pop("0/m/v"), "^m: the key 'v' is listed but has no entry"),
-        (lambda entries, _: entries.pop("0/o"), "^o: expected an entry, found none"),
-        (set_field("0/m", keys=["w/x", "v", "turned", "more"]), "^m: the key 'more' is listed but has no entry"),
+        (set_field("0/m/v", location=".data/first/9"), "m/v: expected a record of its file .data/first/9, found none"),
+        (set_field("0/o", location=".data/first/9"), "o: expected a record of its file .data/first/9, found none"),
+        (lambda entries, _: entries.pop("0/m/v"), "m: the key 'v' is listed but has no entry"),
+        (lambda entries, _: entries.pop("0/o"), "o: expected an entry, found none"),
+        (set_field("0/m", keys=["w/x", "v", "turned", "more"]), "m: the key 'more' is listed but has no entry"),
         (lambda _, extension: extension.update(block_bytes=2**40), "expected"),
         (lambda _, extension: extension.update(format=99), "found format 99; install a newer lightning-snapshot"),
-        (set_notes(tensors={"m/v": {"dtype": "torch.uint8"}}), "^m/v: expected a stored dtype as wide as torch.uint8"),
-        (set_notes(tensors={"m/v": {"dtype": "torch.load"}}), "^m/v: expected the name of a dtype, found 'torch.load'"),
-        (set_notes(tensors={"m/v": {"dim_order": [0, 1]}}), r"^m/v: cannot allocate a tensor of shape \[30\]"),
-        (set_notes(tensors={"m/v": {"parameter": True}}), "^m/v: expected a dtype that can have gradients"),
-        (set_notes(containers={"m": {"extra": "o"}}), "^m: expected the attributes of an OrderedDict, found set"),
+        (set_notes(tensors={"m/v": {"dtype": "torch.uint8"}}), "m/v: expected a stored dtype as wide as torch.uint8"),
+        (set_notes(tensors={"m/v": {"dtype": "torch.load"}}), "m/v: expected the name of a dtype, found 'torch.load'"),
+        (set_notes(tensors={"m/v": {"dim_order": [0, 1]}}), r"m/v: cannot allocate a tensor of shape \[30\]"),
+        (set_notes(tensors={"m/v": {"parameter": True}}), "m/v: expected a dtype that can have gradients"),
+        (set_notes(containers={"m": {"extra": "o"}}), "m: expected the attributes of an OrderedDict, found set"),
         (set_notes(containers={"m": {"extra": "gone"}}), "gone: expected an entry, found none"),
-        (set_notes(moved={"m": "gone"}), "^gone: expected an entry, found none"),
-        (set_notes(roots=["m", "gone"]), "^gone: expected an entry, found none"),
+        (set_notes(moved={"m": "gone"}), "gone: expected an entry, found none"),
+        (set_notes(roots=["m", "gone"]), "gone: expected an entry, found none"),
     ],
 )  # fmt: skip
 def test_metadata_that_contradicts_itself_is_named(change, message):
@@ -337,13 +337,13 @@ def test_notes_about_ties_that_the_entries_do_not_bear_out_are_ignored(tied):
 
 def test_a_huge_shape_without_data_takes_no_memory():
     change = set_field("0/m/v", shape=[2**50], byte_range=[0, 2**51])
-    with pytest.raises(DataError, match=r"^m/v: expected 2251799813685248 bytes or more in "):
+    with pytest.raises(DataError, match=r"m/v: expected 2251799813685248 bytes or more in "):
         load(edited(change), rank=0, options=SMALL)
 
 
 def test_an_object_where_a_tensor_should_be_is_named():
     storage = edited(lambda entries, _: entries.update({"0/m/v": {**entries["0/m/v"], **as_zip(entries)}}))
-    with pytest.raises(DataError, match=r"^m/v: expected a dense tensor of sizes \[30\] in .*, found set"):
+    with pytest.raises(DataError, match=r"m/v: expected a dense tensor of sizes \[30\] in .*, found set"):
         load(storage, rank=0, options=SMALL)
 
 
@@ -366,7 +366,7 @@ def test_another_tensor_than_the_metadata_says_is_named(content, message):
     storage.files["zip"] = zip_of(content)
     change = {"location": "zip", "serializer": "torch_save", "byte_range": None}
     without_extension(storage, lambda entries: entries["0/m/v"].update(change))
-    with pytest.raises(DataError, match=rf"^m/v: {message}"):
+    with pytest.raises(DataError, match=rf"m/v: {message}"):
         load(storage, rank=0, options=SMALL, keys=["m"])
 
 
@@ -391,7 +391,7 @@ def test_a_file_of_torchsnapshot_that_is_too_short_is_named():
     storage = without_extension(saved())
     location, _ = place_of(storage, "0/m/turned")
     storage.files[location] = storage.files[location][:-1]
-    with pytest.raises(DataError, match=rf"^m/turned: expected \d+ bytes or more in {location}, found \d+ bytes"):
+    with pytest.raises(DataError, match=rf"m/turned: expected \d+ bytes or more in {location}, found \d+ bytes"):
         load(storage, rank=0, options=SMALL)
 
 
@@ -458,7 +458,7 @@ def test_keys_that_are_not_there_are_named_with_those_that_are():
     ],
 )
 def test_a_target_that_does_not_fit_is_named(path, target, message):
-    with pytest.raises(TargetMismatchError, match=rf"^{path}: {message}"):
+    with pytest.raises(TargetMismatchError, match=rf"{path}: {message}"):
         read_value(saved(), path, options=SMALL, target=target)
     assert not target.any()
 

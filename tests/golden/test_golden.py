@@ -142,9 +142,9 @@ def test_each_value_can_be_read_alone(name: str) -> None:
 
 @pytest.mark.parametrize(("path", "needs", "has"), [("h/odd", 10, 8), ("h/one", 2, 0)])
 def test_a_short_file_is_refused_with_both_lengths(path: str, needs: int, has: int) -> None:
-    with pytest.raises(DataError, match=f"^{path}: expected {needs} bytes in 0/{path}, found {has} bytes$"):
+    with pytest.raises(DataError, match=f"{path}: expected {needs} bytes in 0/{path}, found {has} bytes$"):
         read_golden("hazard-bf16-odd", f"0/{path}")
-    with pytest.raises(DataError, match=r"^h/o(dd|ne): expected \d+ bytes"):
+    with pytest.raises(DataError, match=r"h/o(dd|ne): expected \d+ bytes"):
         load_golden("hazard-bf16-odd", 0)
 
 
@@ -158,7 +158,7 @@ def test_values_that_share_a_file_by_accident() -> None:
     assert read_golden("hazard-dotdot", "0/h/b").tolist() == [1, 2]
     # The first chunk of a tensor and an object: the file is that of the object, too long for the chunk.
     assert read_golden("hazard-dotdot", "0/h/w_0_0") == (1, 2)
-    with pytest.raises(DataError, match=r"^h/w: expected 16 bytes in 0/h/w_0_0, found \d+ bytes$"):
+    with pytest.raises(DataError, match=r"h/w: expected 16 bytes in 0/h/w_0_0, found \d+ bytes$"):
         read_golden("hazard-dotdot", "0/h/w")
 
 

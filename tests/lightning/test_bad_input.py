@@ -24,6 +24,7 @@ from lightning_snapshot.errors import (
     StorageError,
     UnsupportedFeatureError,
 )
+from lightning_snapshot.manifest import seal
 from tests.lightning.models import difference
 
 METADATA = ".snapshot_metadata"
@@ -75,7 +76,7 @@ def unknown_entry_type(path: Path) -> None:
     good_snapshot(path)
     metadata = json.loads((path / METADATA).read_text())
     metadata["manifest"]["0/global_step"]["type"] = "hologram"
-    (path / METADATA).write_text(json.dumps(metadata))
+    (path / METADATA).write_bytes(seal(json.dumps(metadata).encode()))
 
 
 def missing_data_file(path: Path) -> None:

@@ -431,3 +431,40 @@ def test_the_state_of_a_data_module_is_resumed(cls, make_trainer, tmp_path):
 
     assert data.epochs_seen == 1
     assert difference(resumed.position, torch.tensor([3, 1])) is None
+
+
+def test_a_checkpoint_that_user_code_loads_in_setup_does_not_touch_the_model(namespace, tmp_path) -> None:
+    class LoadsATeacher(namespace.pl.Callback):
+        def setup(self, trainer, pl_module, stage) -> None:
+            self.teacher = trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / "teacher.ckpt")
+
+    plugin = SnapshotCheckpointIO()
+    plugin.save_checkpoint({"state_dict": {"weight": torch.full((3, 3), 7.0)}}, tmp_path / "teacher.ckpt")
+
+    class Student(namespace.pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3, 3))
+
+        def training_step(self, batch, batch_idx):
+            return self.weight.sum() * 0
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    student, callback = Student(), LoadsATeacher()
+    trainer = namespace.pl.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        plugins=[plugin],
+        callbacks=[callback],
+    )
+    trainer.fit(student, torch.utils.data.DataLoader(torch.zeros(2, 1)))
+
+    assert not student.weight.any()
+    assert torch.equal(callback.teacher["state_dict"]["weight"], torch.full((3, 3), 7.0))

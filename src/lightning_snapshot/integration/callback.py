@@ -6,6 +6,7 @@ import torch
 
 from lightning_snapshot.integration.namespaces import bases
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
+from lightning_snapshot.stateful import copies_tensors_as_they_are
 from lightning_snapshot.tensors import tensors_by_path
 
 __all__ = ["SnapshotCallback"]
@@ -22,7 +23,13 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         """Called right before Lightning restores a checkpoint."""
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, SnapshotCheckpointIO) and not _may_edit_checkpoint(trainer, pl_module):
-            plugin.read_next_checkpoint_into(lambda: tensors_by_path({"state_dict": pl_module.state_dict()}))
+
+            def tensors(path: Any) -> dict[str, torch.Tensor]:
+                # Lightning notes the path right before it restores; whoever else loads gets tensors of his own.
+                is_restore = trainer.ckpt_path is path
+                return tensors_by_path({"state_dict": pl_module.state_dict()}) if is_restore else {}
+
+            plugin.read_next_checkpoint_into(tensors)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
         """Called after the restore, as are the hooks below: a load from now on is somebody else's."""
@@ -46,16 +53,15 @@ def _may_edit_checkpoint(trainer: Any, module: torch.nn.Module) -> bool:
 
     Whoever does may swap or change tensors, which must then not be the model's own.
     """
-    hooks = [(module, "on_load_checkpoint"), (module, "load_state_dict")]
-    hooks.extend((callback, "on_load_checkpoint") for callback in trainer.callbacks)
-    if any(getattr(type(owner), name).__module__ not in _DO_NOTHING_HOME for owner, name in hooks):
+    hooks = [owner.on_load_checkpoint for owner in (module, *trainer.callbacks)]
+    if any(getattr(hook, "__module__", "") not in _DO_NOTHING_HOME for hook in hooks):
         return True
-    return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001  # no public way to ask
+    return not copies_tensors_as_they_are(module)
 
 
-# Where the versions of these methods live that do not touch a checkpoint.
+# Where the versions of `on_load_checkpoint` live that do not touch a checkpoint.
 _DO_NOTHING_HOME = frozenset(
-    {"torch.nn.modules.module"}
-    | {f"{package}.core.hooks" for package in ("lightning.pytorch", "pytorch_lightning")}
-    | {f"{package}.callbacks.callback" for package in ("lightning.pytorch", "pytorch_lightning")}
+    f"{package}.{name}"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for name in ("core.hooks", "callbacks.callback")
 )

@@ -50,7 +50,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         self._options = Options(budget, verify=verify, trusted=trusted)
         self._storage_options = storage_options or {}
         self._warned_of_single_writer = False
-        self._tensors_to_restore: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self._tensors_to_restore: Callable[[_Path], Mapping[str, torch.Tensor]] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             MetadataError, DataError: The snapshot is damaged.
             UnsafeObjectError: A value needs code that is not known to be safe.
         """
-        targets = self._take_targets()
+        targets = self._take_targets(path)
         trusted = self._options.trusted or weights_only is False
         if os.path.isfile(local_path(path)):
             return _load_file(path, map_location, weights_only=False if trusted else weights_only)
@@ -112,20 +112,23 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
     def teardown(self) -> None:
         """Nothing is kept between saves, so there is nothing to release; the plugin can be used again."""
 
-    def read_next_checkpoint_into(self, tensors: Callable[[], Mapping[str, torch.Tensor]] | None) -> None:
-        """Let the next `load_checkpoint` read into tensors that exist, so that no second copy is made.
+    def read_next_checkpoint_into(self, tensors: Callable[[_Path], Mapping[str, torch.Tensor]] | None) -> None:
+        """Let a coming `load_checkpoint` read into tensors that exist, so that no second copy is made.
 
         `SnapshotCallback` calls this right before Lightning restores a model. The loaded checkpoint then holds these
         very tensors, so nothing may edit it.
 
         Args:
-            tensors: Gives logical path → tensor (``state_dict/layer.weight``); ``None`` takes the request back.
+            tensors: Gives logical path → tensor (``state_dict/layer.weight``) for the path that is loaded; nothing if
+                that load is not the one that is meant. ``None`` takes the request back.
         """
         self._tensors_to_restore = tensors
 
-    def _take_targets(self) -> Mapping[str, torch.Tensor]:
-        request, self._tensors_to_restore = self._tensors_to_restore, None
-        return request() if request else {}
+    def _take_targets(self, path: _Path) -> Mapping[str, torch.Tensor]:
+        targets = self._tensors_to_restore(path) if self._tensors_to_restore else {}
+        if targets:
+            self._tensors_to_restore = None
+        return targets
 
     def _warn_of_single_writer(self) -> None:
         distributed = torch.distributed

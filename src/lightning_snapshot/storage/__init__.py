@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import split_protocol, url_to_fs
+from fsspec.core import split_protocol
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_snapshot.errors import NotASnapshotError, UnsupportedFeatureError
 from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME, Reader, Storage, Transaction, Writer
@@ -23,7 +24,10 @@ _LOCAL_OPTIONS = frozenset({"auto_mkdir"})
 def local_path(url: str | os.PathLike[str]) -> str:
     """The file or folder that a path or ``file://`` URL names; empty for a URL of another kind."""
     text = os.fspath(url)
-    return str(url_to_fs(text)[1]) if split_protocol(text)[0] in _LOCAL_PROTOCOLS else ""
+    protocol = split_protocol(text)[0]
+    if protocol is None and not text.startswith(("file:", "local:")):
+        return os.path.expanduser(text)  # not through fsspec, for which "::" in a name joins two URLs
+    return str(LocalFileSystem._strip_protocol(text)) if protocol in _LOCAL_PROTOCOLS else ""  # noqa: SLF001  # fsspec's own way
 
 
 def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -54,7 +58,7 @@ def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if unknown:
         msg = f"{text}: a local disk takes no storage options but {sorted(_LOCAL_OPTIONS)}, found {unknown}"
         raise UnsupportedFeatureError(msg)
-    place = Path(url_to_fs(text)[1])
+    place = Path(os.getcwd(), local_path(text))
     # The last part may be a link, which a save replaces; the parts before it are resolved so that `..` means what the
     # file system says.
     root = (
