@@ -275,9 +275,9 @@ class _Reads:
         out.extend(bytes(end - begin))
         with memoryview(out) as view:
             for start in range(begin, end, self.block_bytes):
-                block = view[start - begin : min(start + self.block_bytes, end) - begin]
-                reader.read_into(start, block)
-                self._check(block, location, start, self._digest(record, start), [path])
+                with view[start - begin : min(start + self.block_bytes, end) - begin] as block:
+                    reader.read_into(start, block)
+                    self._check(block, location, start, self._digest(record, start), [path])
         if record is not None and byte_range is not None:
             del out[byte_range[1] - begin :]
             del out[: byte_range[0] - begin]
