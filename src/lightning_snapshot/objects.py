@@ -131,8 +131,9 @@ def _loads_plain(data: bytes | bytearray, place: str, device: torch.device, refu
         cause = error if isinstance(error, pickle.UnpicklingError) else refusal
         msg = (
             f"{place}: reading this value needs {_refused_global(cause)}, which is not known to be plain data. If you "
-            "trust whoever wrote the snapshot, pass weights_only=False (Lightning) or trusted=True; or allow the class "
-            "with torch.serialization.add_safe_globals"
+            "trust whoever wrote the snapshot, pass weights_only=False to Lightning, or trusted=True to "
+            "SnapshotCheckpointIO, Snapshot or load_from_checkpoint; or allow a class of yours with "
+            "torch.serialization.add_safe_globals"
         )
         raise UnsafeObjectError(msg) from cause
 

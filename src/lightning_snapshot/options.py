@@ -31,6 +31,17 @@ class Options:
     chunk_bytes: int = 512 * _MIB
     file_bytes: int = 1024 * _MIB
 
+    def __post_init__(self) -> None:
+        """Refuse a budget that is none.
+
+        Raises:
+            ValueError: ``memory_budget_bytes`` is no positive whole number.
+        """
+        budget = self.memory_budget_bytes
+        if type(budget) is not int or budget <= 0:
+            msg = f"memory_budget_bytes must be a positive whole number of bytes, found {budget!r}"
+            raise ValueError(msg)
+
     @classmethod
     def from_env(cls) -> "Options":
         """The defaults, changed by what the environment says.

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_snapshot.errors import TargetMismatchError, UnsupportedFeatureError
+from lightning_snapshot.errors import (
+    EntryNotFoundError,
+    TargetMismatchError,
+    UnsupportedFeatureError,
+    UnsupportedValueError,
+)
 from lightning_snapshot.manifest import Entry, Manifest
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load, read_manifest, read_value
@@ -142,6 +147,9 @@ class Snapshot:
             DataError: A data file is missing or damaged.
             UnsafeObjectError: The value needs code that is not known to be safe.
         """
+        if not path.partition("/")[0].isdecimal():
+            msg = f"{self.path}: expected '<rank>/<name>/<key>/…', like '0/{path}', found {path!r}"
+            raise EntryNotFoundError(msg)
         options = self._options
         if memory_budget_bytes is not None:
             options = Options(memory_budget_bytes, verify=options.verify, trusted=options.trusted)
@@ -189,9 +197,16 @@ def _check_rng_states(app_state: Mapping[str, Stateful]) -> None:
         raise TargetMismatchError(msg)
 
 
-def _state_dicts(app_state: Mapping[str, Stateful]) -> dict[str, Any]:
+def _state_dicts(app_state: Mapping[str, Any]) -> dict[str, Any]:
     """All state dicts, with that of the RNGState taken first, and the generator put back at the end."""
     _check_rng_states(app_state)
+    for key, stateful in app_state.items():
+        if not isinstance(stateful, Stateful):
+            msg = (
+                f"{key}: expected an object with state_dict() and load_state_dict(), found {type(stateful).__name__}; "
+                f"put plain values into a StateDict: StateDict({key}=…)"
+            )
+            raise UnsupportedValueError(msg)
     before = torch.get_rng_state()
     rng = {key: stateful.state_dict() for key, stateful in app_state.items() if isinstance(stateful, RNGState)}
     states = {key: rng[key] if key in rng else stateful.state_dict() for key, stateful in app_state.items()}
@@ -205,5 +220,8 @@ def _check_shapes(key: str, targets: Mapping[str, torch.Tensor], state: Any) -> 
     for path, target in targets.items():
         value = loaded.get(path)
         if value is not None and value.shape != target.shape:
-            msg = f"{path}: the module has shape {list(target.shape)}, the snapshot {list(value.shape)}"
+            msg = (
+                f"{path}: the module has shape {list(target.shape)}, the snapshot {list(value.shape)}; restore into a "
+                "module of the same shape, or take single tensors with read_object()"
+            )
             raise TargetMismatchError(msg)

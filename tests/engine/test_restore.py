@@ -1,8 +1,10 @@
 """`Snapshot.restore` into objects that do more than take what they are given."""
 
+import pytest
 import torch
 
-from lightning_snapshot import Snapshot, StateDict
+from lightning_snapshot import Snapshot, SnapshotCheckpointIO, StateDict
+from lightning_snapshot.errors import EntryNotFoundError, UnsupportedValueError
 
 
 class Pair(torch.nn.Module):
@@ -74,3 +76,21 @@ def test_targets_whose_elements_overlap_are_not_filled(tmp_path) -> None:
     Snapshot(tmp_path / "s").restore({"m": state})
     assert torch.equal(state["a"], stored)
     assert not overlapping.any()
+
+
+def test_what_has_no_state_dict_is_refused_by_name(tmp_path) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"weight: expected an object with state_dict\(\).*StateDict"):
+        Snapshot.take(tmp_path / "s", {"weight": torch.ones(2)})
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_path_without_a_rank_is_no_damage(tmp_path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": Pair(1.0, 2.0)})
+    with pytest.raises(EntryNotFoundError, match="like '0/m/a'"):
+        Snapshot(tmp_path / "s").read_object("m/a")
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "64M", True])
+def test_a_budget_that_is_none_is_refused_at_once(budget) -> None:
+    with pytest.raises(ValueError, match="memory_budget_bytes must be a positive whole number"):
+        SnapshotCheckpointIO(memory_budget_bytes=budget)
