@@ -69,7 +69,8 @@ class Ours(Peer):
         self._plugin.save_checkpoint({"state_dict": state}, path)
 
     def load(self, path: Path, targets: State) -> None:
-        self._plugin.read_next_checkpoint_into(lambda _: {f"state_dict/{name}": value for name, value in targets.items()})
+        by_path = {f"state_dict/{name}": value for name, value in targets.items()}
+        self._plugin.read_next_checkpoint_into(lambda _: by_path)
         checkpoint = self._plugin.load_checkpoint(path)
         if any(checkpoint["state_dict"][name] is not target for name, target in targets.items()):
             raise SystemExit(f"{self.name}: expected a load in place, found a tensor elsewhere")
