@@ -160,7 +160,8 @@ class ContainerNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         kind: ``"tuple"``, ``"namedtuple"``, ``"defaultdict"`` or ``"items"`` (a dictionary whose keys are an object at
-            index 0 and whose values follow), or empty for what the entry says.
+            index 0 and whose values follow), or empty for what the entry says. The whole state, which has no entry, may
+            have been an ``"OrderedDict"``.
         class_name: ``module:qualified name`` of a named tuple's class or an ``items`` dictionary's (``OrderedDict``).
         extra: Logical path of an object that belongs to the container: the attributes of an ``OrderedDict``, the
             factory of a ``defaultdict``.

@@ -68,6 +68,16 @@ def test_an_untied_snapshot_goes_into_a_tied_model_as_torch_would_do_it(tmp_path
         assert torch.equal(tied.a, torch.full((size,), 2.0))
 
 
+def test_two_stored_tensors_never_go_into_one_memory(tmp_path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": StateDict(a=torch.ones(4), b=torch.full((4,), 2.0), c=torch.full((4,), 3.0))})
+    memory, own = torch.zeros(8), torch.zeros(4)
+    state = StateDict(a=memory[:4], b=memory[2:6], c=own)
+    Snapshot(tmp_path / "s").restore({"m": state})
+    assert [state[key].tolist() for key in "abc"] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
+    assert state["c"] is own
+    assert not memory.any()
+
+
 def test_targets_whose_elements_overlap_are_not_filled(tmp_path) -> None:
     stored = torch.arange(12.0).view(3, 4)
     Snapshot.take(tmp_path / "s", {"m": StateDict(a=stored)})

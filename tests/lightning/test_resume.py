@@ -433,11 +433,7 @@ def test_the_state_of_a_data_module_is_resumed(cls, make_trainer, tmp_path):
     assert difference(resumed.position, torch.tensor([3, 1])) is None
 
 
-def test_a_checkpoint_that_user_code_loads_in_setup_does_not_touch_the_model(namespace, tmp_path) -> None:
-    class LoadsATeacher(namespace.pl.Callback):
-        def setup(self, trainer, pl_module, stage) -> None:
-            self.teacher = trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / "teacher.ckpt")
-
+def test_a_checkpoint_that_user_code_loads_before_the_restore_does_not_touch_the_model(namespace, tmp_path) -> None:
     plugin = SnapshotCheckpointIO()
     plugin.save_checkpoint({"state_dict": {"weight": torch.full((3, 3), 7.0)}}, tmp_path / "teacher.ckpt")
 
@@ -446,13 +442,17 @@ def test_a_checkpoint_that_user_code_loads_in_setup_does_not_touch_the_model(nam
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(3, 3))
 
+        def configure_model(self) -> None:
+            # Runs after the set-up of all callbacks, ours included.
+            self.teacher = self.trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / "teacher.ckpt")
+
         def training_step(self, batch, batch_idx):
             return self.weight.sum() * 0
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    student, callback = Student(), LoadsATeacher()
+    student = Student()
     trainer = namespace.pl.Trainer(
         max_steps=1,
         accelerator="cpu",
@@ -462,9 +462,8 @@ def test_a_checkpoint_that_user_code_loads_in_setup_does_not_touch_the_model(nam
         enable_checkpointing=False,
         default_root_dir=tmp_path,
         plugins=[plugin],
-        callbacks=[callback],
     )
     trainer.fit(student, torch.utils.data.DataLoader(torch.zeros(2, 1)))
 
     assert not student.weight.any()
-    assert torch.equal(callback.teacher["state_dict"]["weight"], torch.full((3, 3), 7.0))
+    assert torch.equal(student.teacher["state_dict"]["weight"], torch.full((3, 3), 7.0))
