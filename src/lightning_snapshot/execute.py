@@ -10,22 +10,46 @@ from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
+import msgspec
 import xxhash
 
+from lightning_snapshot.devices import SideStreams
 from lightning_snapshot.errors import ChecksumError, DataError, MissingDataError
 from lightning_snapshot.manifest import FileRecord
-from lightning_snapshot.memory import Buffer, BufferPool
+from lightning_snapshot.memory import Buffer, BufferPool, copy_memory, memory_at
 from lightning_snapshot.read_plan import Blob, Fetch, ReadPlan
+from lightning_snapshot.stats import Meter
 from lightning_snapshot.storage import Reader, Storage, Transaction, Writer
 from lightning_snapshot.tensors import TensorSource, TensorTarget
 from lightning_snapshot.write_plan import FilePlan
 
-__all__ = ["read_all", "write_all"]
+__all__ = ["Means", "check_range", "open_checked", "read_all", "write_all"]
 
 # Reads of stretches that lie at most this far apart are cheaper as one.
 _MERGE_GAP_BYTES = 64 * 1024
 # Tensors that an error message lists.
 _MAX_NAMED = 5
+# Memory that starts on a page can be read and written without staging it.
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a plan is run with.
+
+    Attributes:
+        pool: Staging buffers of at least ``block_bytes``.
+        block_bytes: Stretch of a file that has one checksum.
+        threads: How many blocks are in work at once.
+        meter: Notes what is done.
+        streams: For copies from and to other devices.
+    """
+
+    pool: BufferPool
+    block_bytes: int
+    threads: int
+    meter: Meter
+    streams: SideStreams
 
 
 def _run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
@@ -48,10 +72,7 @@ def write_all(
     files: Sequence[FilePlan],
     sources: Mapping[str, TensorSource | bytes],
     transaction: Transaction,
-    pool: BufferPool,
-    *,
-    block_bytes: int,
-    threads: int,
+    means: Means,
 ) -> dict[str, FileRecord]:
     """Write all files of a plan and make them durable.
 
@@ -59,9 +80,7 @@ def write_all(
         files: This rank's part of the plan.
         sources: Logical path → where the bytes of the leaf come from.
         transaction: The save that has begun.
-        pool: Staging buffers of ``block_bytes``.
-        block_bytes: Stretch of a file that gets one checksum.
-        threads: How many blocks are in work at once.
+        means: What to do it with.
 
     Returns:
         The receipts: location → what was written.
@@ -69,9 +88,12 @@ def write_all(
     Raises:
         StorageError: The storage failed; nothing is published.
     """
-    jobs = [_FileWrite(plan, sources, transaction, pool, block_bytes) for plan in files]
+    jobs = [_FileWrite(plan, sources, transaction, means) for plan in files]
+    means.streams.follow(
+        {source.tensor.device for source in sources.values() if isinstance(source, TensorSource) and not source.address}
+    )
     try:
-        _run((task for job in jobs for task in job.tasks()), threads)
+        _run((task for job in jobs for task in job.tasks()), means.threads)
     finally:
         for job in jobs:
             job.close()
@@ -83,8 +105,7 @@ class _FileWrite:
     plan: FilePlan
     sources: Mapping[str, TensorSource | bytes]
     transaction: Transaction
-    pool: BufferPool
-    block_bytes: int
+    means: Means
     lock: threading.Lock = field(default_factory=threading.Lock)
     writer: Writer | None = None
     hashes: dict[int, str] = field(default_factory=dict)
@@ -96,7 +117,7 @@ class _FileWrite:
 
     def tasks(self) -> Iterator[Callable[[], None]]:
         """One task per block; the last one to end finishes the file."""
-        for begin in range(0, self.plan.size_bytes, self.block_bytes):
+        for begin in range(0, self.plan.size_bytes, self.means.block_bytes):
             yield partial(self._write_block, begin)
 
     def close(self) -> None:
@@ -113,18 +134,43 @@ class _FileWrite:
             return self.writer
 
     def _write_block(self, begin: int) -> None:
-        end = min(begin + self.block_bytes, self.plan.size_bytes)
+        means = self.means
+        end = min(begin + means.block_bytes, self.plan.size_bytes)
         writer = self._open()
-        with self.pool.buffer() as buffer:
-            block = buffer.view[: end - begin]
-            self._fill(block, buffer, begin, end)
-            digest = xxhash.xxh3_64_hexdigest(block)
-            writer.write(begin, block)
+        address = self._address(begin, end)
+        if address:
+            digest = self._write(writer, begin, memory_at(address, end - begin))
+        else:
+            with means.pool.buffer() as buffer, means.meter.staging(means.pool.block_bytes):
+                block = buffer.view[: end - begin]
+                with means.meter.time("copy"):
+                    self._fill(block, buffer, begin, end)
+                digest = self._write(writer, begin, block)
         with self.lock:
             self.hashes[begin] = digest
-            is_last = len(self.hashes) * self.block_bytes >= self.plan.size_bytes
+            is_last = len(self.hashes) * means.block_bytes >= self.plan.size_bytes
         if is_last:
-            writer.finish()
+            with means.meter.time("device"):
+                writer.finish()
+            means.meter.count(data_bytes=self.plan.size_bytes, files=1)
+
+    def _write(self, writer: Writer, begin: int, block: memoryview) -> str:
+        with self.means.meter.time("hash"):
+            digest = xxhash.xxh3_64_hexdigest(block)
+        with self.means.meter.time("device"):
+            writer.write(begin, block)
+        return digest
+
+    def _address(self, begin: int, end: int) -> int:
+        """Where the whole block lies in the memory of one tensor, so that it need not be staged; else 0."""
+        piece = self.plan.pieces[bisect_right(self.ends, begin)]
+        source = self.sources[piece.path]
+        if not isinstance(source, TensorSource) or not source.address:
+            return 0
+        if begin < piece.offset_bytes or end > piece.offset_bytes + piece.size_bytes:
+            return 0
+        address = source.address + piece.begin_bytes + begin - piece.offset_bytes
+        return 0 if address % _PAGE_BYTES else address
 
     def _fill(self, block: memoryview, buffer: Buffer, begin: int, end: int) -> None:
         filled = begin
@@ -132,14 +178,19 @@ class _FileWrite:
             start, stop = max(piece.offset_bytes, begin), min(piece.offset_bytes + piece.size_bytes, end)
             if start >= end:
                 break
-            block[filled - begin : start - begin] = bytes(start - filled)  # gaps are zero, not old buffer content
+            if start > filled:  # gaps are zero, not old buffer content
+                block[filled - begin : start - begin] = bytes(start - filled)
             source, inner = self.sources[piece.path], piece.begin_bytes + start - piece.offset_bytes
-            if isinstance(source, TensorSource):
-                source.copy_into(inner, buffer.tensor[start - begin : stop - begin])
-            else:
+            if not isinstance(source, TensorSource):
                 block[start - begin : stop - begin] = source[inner : inner + stop - start]
+            elif source.address:
+                copy_memory(buffer.address + start - begin, source.address + inner, stop - start)
+            else:
+                with self.means.streams.beside_training(source.tensor.device, buffer):
+                    source.copy_into(inner, buffer.tensor[start - begin : stop - begin])
             filled = stop
-        block[filled - begin :] = bytes(end - filled)
+        if end > filled:
+            block[filled - begin :] = bytes(end - filled)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -150,10 +201,8 @@ def read_all(
     target_of: Callable[[str], TensorTarget],
     storage: Storage,
     records: Mapping[str, FileRecord],
-    pool: BufferPool,
+    means: Means,
     *,
-    block_bytes: int,
-    threads: int,
     verify: bool,
 ) -> dict[Blob, bytearray]:
     """Read everything that a plan asks for.
@@ -161,12 +210,10 @@ def read_all(
     Args:
         plan: What to read.
         target_of: Gives the place of a tensor's elements, by logical path; asked when the sizes of all files are known
-            to be right, from several threads.
+            to be right, before the first byte is read.
         storage: The snapshot.
         records: Location → what each file must be; empty for snapshots of torchsnapshot.
-        pool: Staging buffers of at least ``block_bytes``.
-        block_bytes: Stretch of a file that has one checksum.
-        threads: How many stretches are in work at once.
+        means: What to do it with.
         verify: Compare checksums where there are some.
 
     Returns:
@@ -176,17 +223,19 @@ def read_all(
         DataError: A file is missing, too short, too long or damaged. Targets are then partly filled.
         StorageError: The storage failed.
     """
-    reads = _Reads(target_of, storage, records, pool, block_bytes, verify)
+    reads = _Reads(target_of, storage, records, means, verify)
     blobs = {(blob.location, blob.byte_range): bytearray() for blob in plan.blobs}
     files = [tuple(group) for _, group in groupby(plan.fetches, key=lambda fetch: fetch.location)]
     try:
         # All files are looked at before memory is taken for the first tensor.
-        tasks = [task for fetches in files for task in reads.fetch_tasks(fetches)]
+        sizes = [reads.check_size(fetches) for fetches in files]
+        tasks = [task for pair in zip(files, sizes, strict=True) for task in reads.fetch_tasks(*pair)]
         names = {(blob.location, blob.byte_range): blob.path for blob in plan.blobs}
         tasks.extend(partial(reads.read_blob, *key, names[key], out) for key, out in blobs.items())
-        _run(tasks, threads)
+        _run(tasks, means.threads)
     finally:
         reads.close()
+    means.meter.count(files=len({*(fetch.location for fetch in plan.fetches), *(key[0] for key in blobs)}))
     return {blob: blobs[blob.location, blob.byte_range] for blob in plan.blobs}
 
 
@@ -226,8 +275,7 @@ class _Reads:
     target_of: Callable[[str], TensorTarget]
     storage: Storage
     records: Mapping[str, FileRecord]
-    pool: BufferPool
-    block_bytes: int
+    means: Means
     verify: bool
     files: list[_OpenFile] = field(default_factory=list)
 
@@ -235,19 +283,21 @@ class _Reads:
         for file in self.files:
             file.close()
 
-    def fetch_tasks(self, fetches: Sequence[Fetch]) -> Iterator[Callable[[], None]]:
-        """One task per stretch of one file; ``fetches`` are all of that file, in order."""
-        location, path = fetches[0].location, fetches[0].path
-        with closing(self._open(location, path)) as reader:
+    def check_size(self, fetches: Sequence[Fetch]) -> int:
+        """Length of a file, which must hold all of ``fetches``."""
+        with closing(self._open(fetches[0].location, fetches[0].path)) as reader:
             size_bytes = reader.size_bytes
         for fetch in fetches:
-            expected = size_bytes if fetch.file_size_bytes is None else fetch.file_size_bytes
-            if size_bytes != expected or fetch.end_bytes > size_bytes:
-                needed = f"{fetch.end_bytes} bytes or more" if fetch.file_size_bytes is None else f"{expected} bytes"
-                msg = f"{fetch.path}: expected {needed} in {location}, found {size_bytes} bytes"
-                raise DataError(msg)
-        record = self.records.get(location)
-        stretches = _merged(fetches, self.block_bytes) if record is None else _blocks(fetches, self.block_bytes)
+            check_range(fetch, size_bytes)
+        return size_bytes
+
+    def fetch_tasks(self, fetches: Sequence[Fetch], size_bytes: int) -> Iterator[Callable[[], None]]:
+        """One task per stretch of one file; ``fetches`` are all of that file, in order."""
+        location, path = fetches[0].location, fetches[0].path
+        record, block_bytes = self.records.get(location), self.means.block_bytes
+        # Their places are chosen here, because several threads that do little each are slower than one.
+        moves = [_Move(fetch, target := self.target_of(fetch.path), target.address_of(fetch)) for fetch in fetches]
+        stretches = _merged(moves, block_bytes) if record is None else _blocks(moves, block_bytes)
         file = _OpenFile(partial(self._open, location, path), len(stretches))
         self.files.append(file)
         for begin, end, members in stretches:
@@ -268,52 +318,65 @@ class _Reads:
                 f"{path}: expected the bytes {begin} to {end} in {location}, found a file of {reader.size_bytes} bytes"
             )
             raise DataError(msg)
-        record = self.records.get(location)
+        record, block_bytes = self.records.get(location), self.means.block_bytes
         if record is not None and byte_range is not None:
-            begin = begin // self.block_bytes * self.block_bytes  # checksums are of whole blocks
-            end = min(-(-end // self.block_bytes) * self.block_bytes, reader.size_bytes)
+            begin = begin // block_bytes * block_bytes  # checksums are of whole blocks
+            end = min(-(-end // block_bytes) * block_bytes, reader.size_bytes)
         out.extend(bytes(end - begin))
         with memoryview(out) as view:
-            for start in range(begin, end, self.block_bytes):
-                with view[start - begin : min(start + self.block_bytes, end) - begin] as block:
-                    reader.read_into(start, block)
+            for start in range(begin, end, block_bytes):
+                with view[start - begin : min(start + block_bytes, end) - begin] as block:
+                    self._read(reader, start, block)
                     self._check(block, location, start, self._digest(record, start), [path])
         if record is not None and byte_range is not None:
             del out[byte_range[1] - begin :]
             del out[: byte_range[0] - begin]
 
     def _open(self, location: str, path: str) -> Reader:
-        try:
-            reader = self.storage.open(location)
-        except MissingDataError as error:
-            msg = f"{path}: {error}"
-            raise MissingDataError(msg) from error
-        record = self.records.get(location)
-        if record is not None and record.size_bytes != reader.size_bytes:
-            reader.close()
-            msg = f"{path}: expected {record.size_bytes} bytes in {location}, found {reader.size_bytes} bytes"
-            raise DataError(msg)
-        return reader
+        return open_checked(self.storage, self.records, location, path)
 
     def _digest(self, record: FileRecord | None, begin: int) -> str:
         if record is None or not self.verify:
             return ""
-        index = begin // self.block_bytes
+        index = begin // self.means.block_bytes
         return record.hashes[16 * index : 16 * index + 16]
 
-    def _read_stretch(self, file: _OpenFile, begin: int, end: int, members: Sequence[Fetch], digest: str) -> None:
-        with self.pool.buffer() as buffer, file as reader:
-            block = buffer.view[: end - begin]
+    def _read_stretch(self, file: _OpenFile, begin: int, end: int, moves: Sequence["_Move"], digest: str) -> None:
+        location = moves[0].fetch.location
+        with file as reader:
+            address = moves[0].address_of_all(begin, end) if len(moves) == 1 else 0
+            if address:
+                block = memory_at(address, end - begin)
+                self._read(reader, begin, block)
+                self._check(block, location, begin, digest, [moves[0].fetch.path])
+                return
+            with self.means.pool.buffer() as buffer, self.means.meter.staging(self.means.pool.block_bytes):
+                block = buffer.view[: end - begin]
+                self._read(reader, begin, block)
+                self._check(block, location, begin, digest, [move.fetch.path for move in moves])
+                with self.means.meter.time("copy"):
+                    self._scatter(buffer, begin, end, moves)
+
+    def _read(self, reader: Reader, begin: int, block: memoryview) -> None:
+        with self.means.meter.time("device"):
             reader.read_into(begin, block)
-            self._check(block, members[0].location, begin, digest, [fetch.path for fetch in members])
-            for fetch in members:
-                start, stop = max(fetch.begin_bytes, begin), min(fetch.end_bytes, end)
-                self.target_of(fetch.path).scatter(fetch, start, buffer.tensor[start - begin : stop - begin])
+        self.means.meter.count(data_bytes=len(block))
+
+    def _scatter(self, buffer: Buffer, begin: int, end: int, moves: Sequence["_Move"]) -> None:
+        for move in moves:
+            fetch = move.fetch
+            start, stop = max(fetch.begin_bytes, begin), min(fetch.end_bytes, end)
+            if move.address:
+                copy_memory(move.address + start - fetch.begin_bytes, buffer.address + start - begin, stop - start)
+                continue
+            with self.means.streams.beside_training(move.target.tensor.device, buffer):
+                move.target.scatter(fetch, start, buffer.tensor[start - begin : stop - begin])
 
     def _check(self, block: memoryview, location: str, begin: int, digest: str, paths: Sequence[str]) -> None:
         if not digest:
             return
-        found = xxhash.xxh3_64_hexdigest(block)
+        with self.means.meter.time("hash"):
+            found = xxhash.xxh3_64_hexdigest(block)
         if found != digest:
             shown = ", ".join(paths[:_MAX_NAMED]) + (" and more" if len(paths) > _MAX_NAMED else "")
             msg = (
@@ -323,27 +386,75 @@ class _Reads:
             raise ChecksumError(msg)
 
 
-_Stretch: TypeAlias = tuple[int, int, list[Fetch]]
-"""Begin and end in a file, and the fetches that lie in it, wholly or in part."""
+def open_checked(storage: Storage, records: Mapping[str, FileRecord], location: str, path: str) -> Reader:
+    """Open a data file of a snapshot.
+
+    Raises:
+        DataError: It is missing, or not as long as its record says; the message names the tensor at ``path``.
+    """
+    try:
+        reader = storage.open(location)
+    except MissingDataError as error:
+        msg = f"{path}: {error}"
+        raise MissingDataError(msg) from error
+    record = records.get(location)
+    if record is not None and record.size_bytes != reader.size_bytes:
+        reader.close()
+        msg = f"{path}: expected {record.size_bytes} bytes in {location}, found {reader.size_bytes} bytes"
+        raise DataError(msg)
+    return reader
 
 
-def _blocks(fetches: Sequence[Fetch], block_bytes: int) -> list[_Stretch]:
+def check_range(fetch: Fetch, size_bytes: int) -> None:
+    """Compare the length of a file with what is fetched from it.
+
+    Raises:
+        DataError: The file is too short, or too long for a tensor that is alone in it.
+    """
+    expected = size_bytes if fetch.file_size_bytes is None else fetch.file_size_bytes
+    if size_bytes != expected or fetch.end_bytes > size_bytes:
+        needed = f"{fetch.end_bytes} bytes or more" if fetch.file_size_bytes is None else f"{expected} bytes"
+        msg = f"{fetch.path}: expected {needed} in {fetch.location}, found {size_bytes} bytes"
+        raise DataError(msg)
+
+
+class _Move(msgspec.Struct, frozen=True, gc=False):
+    """A fetch and where it goes; ``address`` is where its first element goes in a row of the CPU's memory, or 0."""
+
+    fetch: Fetch
+    target: TensorTarget
+    address: int
+
+    def address_of_all(self, begin: int, end: int) -> int:
+        """Where a stretch of the file goes without being staged; 0 if it holds more than this, or if it cannot be."""
+        if not self.address or begin < self.fetch.begin_bytes or end > self.fetch.end_bytes:
+            return 0
+        address = self.address + begin - self.fetch.begin_bytes
+        return 0 if address % _PAGE_BYTES else address
+
+
+_Stretch: TypeAlias = tuple[int, int, list[_Move]]
+"""Begin and end in a file, and what lies in it, wholly or in part."""
+
+
+def _blocks(moves: Sequence[_Move], block_bytes: int) -> list[_Stretch]:
     """The blocks with a checksum that hold something wanted."""
-    members: dict[int, list[Fetch]] = {}
-    for fetch in fetches:
-        for index in range(fetch.begin_bytes // block_bytes, -(-fetch.end_bytes // block_bytes)):
-            members.setdefault(index, []).append(fetch)
+    members: dict[int, list[_Move]] = {}
+    for move in moves:
+        for index in range(move.fetch.begin_bytes // block_bytes, -(-move.fetch.end_bytes // block_bytes)):
+            members.setdefault(index, []).append(move)
     return [(index * block_bytes, (index + 1) * block_bytes, members[index]) for index in sorted(members)]
 
 
-def _merged(fetches: Sequence[Fetch], limit_bytes: int) -> list[_Stretch]:
+def _merged(moves: Sequence[_Move], limit_bytes: int) -> list[_Stretch]:
     """Stretches of whole elements: large fetches cut, small neighbours merged."""
     stretches: list[_Stretch] = []
-    for fetch in fetches:
-        last = stretches[-1] if stretches else None
+    for move in moves:
+        fetch, last = move.fetch, stretches[-1] if stretches else None
         if last and fetch.begin_bytes - last[1] <= _MERGE_GAP_BYTES and fetch.end_bytes - last[0] <= limit_bytes:
-            stretches[-1] = (last[0], max(last[1], fetch.end_bytes), [*last[2], fetch])
+            last[2].append(move)
+            stretches[-1] = (last[0], max(last[1], fetch.end_bytes), last[2])
             continue
         begins = range(fetch.begin_bytes, fetch.end_bytes, limit_bytes)
-        stretches.extend((begin, min(begin + limit_bytes, fetch.end_bytes), [fetch]) for begin in begins)
+        stretches.extend((begin, min(begin + limit_bytes, fetch.end_bytes), [move]) for begin in begins)
     return stretches

@@ -4,22 +4,25 @@ All offsets and sizes are in elements. A *flat* index counts elements in row-maj
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+
+import msgspec
 
 __all__ = [
     "Box",
+    "box_of_index",
     "boxes_of_flat_range",
     "find_tiling_defect",
     "flat_cover",
     "intersect",
+    "rows_apart",
     "split_first_dimension",
     "whole",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True, gc=False):
     """The half-open box ``[offsets[d], offsets[d] + sizes[d])`` in every dimension ``d``."""
 
     offsets: tuple[int, ...]
@@ -40,9 +43,10 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
-def whole(shape: Sequence[int]) -> Box:
+@lru_cache(maxsize=4096)
+def whole(shape: tuple[int, ...]) -> Box:
     """The box that covers an array of this shape."""
-    return Box((0,) * len(shape), tuple(shape))
+    return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -98,6 +102,67 @@ def flat_cover(sizes: Sequence[int], box: Box) -> tuple[int, int]:
     return begin, end + 1
 
 
+def rows_apart(sizes: Sequence[int], box: Box, min_gap: int) -> Iterator[Box]:
+    """Cut a box inside an array into boxes between which much lies that is not wanted.
+
+    Args:
+        sizes: Shape of the array.
+        box: Inside it.
+        min_gap: Stretches of fewer elements than this are not worth leaving out.
+    """
+    rest = prod(sizes[1:])
+    if rest < min_gap or tuple(box.sizes[1:]) == tuple(sizes[1:]):
+        yield box
+        return
+    inner = Box(box.offsets[1:], box.sizes[1:])
+    parts = list(rows_apart(sizes[1:], inner, min_gap))
+    for row in range(box.offsets[0], box.offsets[0] + box.sizes[0]):
+        for part in parts:
+            yield Box((row, *part.offsets), (1, *part.sizes))
+
+
+def box_of_index(shape: Sequence[int], index: object) -> tuple[Box, tuple[int, ...]]:
+    """What a basic index of an array selects.
+
+    Args:
+        shape: Shape of the array.
+        index: An integer, a slice with step 1, ``...``, or a tuple of these.
+
+    Returns:
+        The box, and the dimensions that the index removes because it gives an integer for them.
+
+    Raises:
+        TypeError: The index is of another kind.
+        IndexError: It is out of range, or has too many dimensions.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    if given.count(Ellipsis) > 1 or len(given) - given.count(Ellipsis) > len(shape):
+        msg = f"expected at most {len(shape)} dimensions and one ..., found {index!r}"
+        raise IndexError(msg)
+    at = given.index(Ellipsis) if Ellipsis in given else len(given)
+    given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + given.count(Ellipsis))
+    offsets, sizes, removed = [], [], []
+    for dimension, (item, size) in enumerate(zip(given, shape, strict=True)):
+        if isinstance(item, slice):
+            begin, end, step = item.indices(size)
+            if step != 1:
+                msg = f"expected slices with step 1, found {item}"
+                raise TypeError(msg)
+            offsets.append(begin)
+            sizes.append(max(0, end - begin))
+        elif type(item) is int:
+            if not -size <= item < size:
+                msg = f"dimension {dimension} has {size} elements, found the index {item}"
+                raise IndexError(msg)
+            offsets.append(item % size)
+            sizes.append(1)
+            removed.append(dimension)
+        else:
+            msg = f"expected integers, slices and ..., found {item!r}"
+            raise TypeError(msg)
+    return Box(tuple(offsets), tuple(sizes)), tuple(removed)
+
+
 def split_first_dimension(sizes: Sequence[int], item_bytes: int, limit_bytes: int) -> list[Box]:
     """Cut an array along dimension 0 into equal pieces of whole rows, the last one smaller, as torchsnapshot does.
 
@@ -108,7 +173,7 @@ def split_first_dimension(sizes: Sequence[int], item_bytes: int, limit_bytes: in
     """
     total = prod(sizes) * item_bytes
     if total <= limit_bytes or not sizes:
-        return [whole(sizes)]
+        return [whole(tuple(sizes))]
     pieces = -(-total // limit_bytes)
     rows = -(-sizes[0] // pieces)
     rest = tuple(sizes[1:])
@@ -122,7 +187,7 @@ def find_tiling_defect(shape: Sequence[int], boxes: Sequence[Box]) -> str | None
 
     Equal boxes count as one: replicas of a shard hold equal data (FORMAT 4.6).
     """
-    frame = whole(shape)
+    frame = whole(tuple(shape))
     unique = sorted({(box.offsets, box.sizes) for box in boxes})
     for offsets, sizes in unique:
         if len(offsets) != len(shape):

@@ -5,12 +5,13 @@ memory is taken or a byte is read.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
+import msgspec
+
 from lightning_snapshot.errors import MetadataError
-from lightning_snapshot.geometry import Box, find_tiling_defect, flat_cover, intersect, whole
+from lightning_snapshot.geometry import Box, find_tiling_defect, flat_cover, intersect, rows_apart, whole
 from lightning_snapshot.manifest import (
     ChunkedTensorEntry,
     DTensorEntry,
@@ -20,11 +21,13 @@ from lightning_snapshot.manifest import (
 
 __all__ = ["Blob", "Fetch", "ReadPlan", "StoredTensor", "TensorLike", "plan_read", "stored_tensor"]
 
+# Reading over what is not wanted is cheaper than a second read, up to here.
+_MIN_GAP_BYTES = 64 * 1024
+
 TensorLike: TypeAlias = TensorEntry | ChunkedTensorEntry | ShardedTensorEntry | DTensorEntry
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredPiece(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor in one stretch of one file; ``byte_range`` is ``None`` for the whole file."""
 
     box: Box
@@ -33,8 +36,7 @@ class StoredPiece:
     is_zip: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor as the manifest describes it, all kinds of entries alike.
 
     Attributes:
@@ -48,8 +50,7 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True, gc=False):
     """A stretch of a file that holds row-major elements of one piece of a tensor.
 
     Attributes:
@@ -75,8 +76,7 @@ class Fetch:
     wanted: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(msgspec.Struct, frozen=True, gc=False):
     """A stretch of a file in ``torch.save``'s format, to be read in one piece.
 
     Attributes:
@@ -92,8 +92,7 @@ class Blob:
     piece: Box | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(msgspec.Struct, frozen=True):
     """What has to be read. ``fetches`` are in order of file and offset."""
 
     fetches: tuple[Fetch, ...]
@@ -111,7 +110,7 @@ def stored_tensor(path: str, entry: TensorLike) -> StoredTensor:
         MetadataError: The pieces do not tile the tensor, or disagree about its dtype.
     """
     if isinstance(entry, TensorEntry):
-        shape = tuple(entry.shape)
+        shape = entry.shape
         return StoredTensor(entry.dtype, shape, (_piece(path, whole(shape), entry),))
     shards = entry.chunks if isinstance(entry, ChunkedTensorEntry) else entry.shards
     if not shards:
@@ -171,6 +170,10 @@ def plan_read(
     fetches: list[Fetch] = []
     blobs = [Blob(path, location, byte_range, None) for path, (location, byte_range) in objects.items()]
     for path, (tensor, item_bytes, wanted) in tensors.items():
+        if wanted is None and len(tensor.pieces) == 1 and not tensor.pieces[0].is_zip and tensor.pieces[0].box.volume:
+            piece = tensor.pieces[0]
+            fetches.append(_fetch(path, piece, item_bytes, piece.box))
+            continue
         taken: set[Box] = set()
         for piece in tensor.pieces:
             part = intersect(piece.box, wanted) if wanted else piece.box
@@ -179,14 +182,24 @@ def plan_read(
             taken.add(piece.box)
             if piece.is_zip:
                 blobs.append(Blob(path, piece.location, piece.byte_range, piece.box))
-            else:
+            elif part is piece.box:
                 fetches.append(_fetch(path, piece, item_bytes, part))
-    fetches.sort(key=lambda fetch: (fetch.location, fetch.begin_bytes))
+            else:
+                inner = part.relative_to(piece.box.offsets)
+                for rows in rows_apart(piece.box.sizes, inner, _MIN_GAP_BYTES // max(1, item_bytes)):
+                    absolute = tuple(o + p for o, p in zip(rows.offsets, piece.box.offsets, strict=True))
+                    fetches.append(_fetch(path, piece, item_bytes, Box(absolute, rows.sizes)))
+    fetches.sort(key=_place)
     return ReadPlan(tuple(fetches), tuple(blobs))
 
 
+def _place(fetch: Fetch) -> tuple[str, int]:
+    return fetch.location, fetch.begin_bytes
+
+
 def _fetch(path: str, piece: StoredPiece, item_bytes: int, part: Box) -> Fetch:
-    size_bytes = prod(piece.box.sizes) * item_bytes
+    first, last = 0, prod(piece.box.sizes)
+    size_bytes = last * item_bytes
     start = 0
     if piece.byte_range is not None:
         start = piece.byte_range[0]
@@ -196,17 +209,16 @@ def _fetch(path: str, piece: StoredPiece, item_bytes: int, part: Box) -> Fetch:
                 f"{list(piece.byte_range)} of {piece.byte_range[1] - start} bytes in {piece.location}"
             )
             raise MetadataError(msg)
-    first, last = 0, prod(piece.box.sizes)
     if part is not piece.box:
         first, last = flat_cover(piece.box.sizes, part.relative_to(piece.box.offsets))
     return Fetch(
-        path=path,
-        location=piece.location,
-        begin_bytes=start + first * item_bytes,
-        end_bytes=start + last * item_bytes,
-        file_size_bytes=size_bytes if piece.byte_range is None else None,
-        piece=piece.box,
-        first_element=first,
-        item_bytes=item_bytes,
-        wanted=part,
+        path,
+        piece.location,
+        start + first * item_bytes,
+        start + last * item_bytes,
+        size_bytes if piece.byte_range is None else None,
+        piece.box,
+        first,
+        item_bytes,
+        part,
     )

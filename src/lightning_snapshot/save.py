@@ -2,27 +2,33 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from lightning_snapshot import __version__, objects, tensors
 from lightning_snapshot.commit import commit, replaced_locations
-from lightning_snapshot.execute import write_all
+from lightning_snapshot.devices import SideStreams
+from lightning_snapshot.execute import Means, write_all
 from lightning_snapshot.manifest import Entry, Extension, FileRecord, Manifest, RankNotes, TensorNote
-from lightning_snapshot.memory import BufferPool
+from lightning_snapshot.memory import no_garbage_collection
 from lightning_snapshot.options import Options
+from lightning_snapshot.session import Session
+from lightning_snapshot.stats import Meter, Stats
 from lightning_snapshot.storage import Storage
 from lightning_snapshot.tree import FlatState, Leaf, flatten
-from lightning_snapshot.write_plan import BlobSpec, Layout, TensorSpec, plan_write
+from lightning_snapshot.write_plan import BlobSpec, Layout, TensorSpec
 
 __all__ = ["save"]
 
 _WORLD_SIZE = 1
 
 
-def save(state: Mapping[str, Any], storage: Storage, *, save_id: str, options: Options) -> Manifest:
+def save(
+    state: Mapping[str, Any], storage: Storage, *, save_id: str, options: Options, session: Session | None = None
+) -> Stats:
     """Save a state, durably and in one step: afterwards the old or the new snapshot is there, never a mix.
 
     Tensors are read in place while this runs, so nobody may change them meanwhile.
@@ -32,35 +38,38 @@ def save(state: Mapping[str, Any], storage: Storage, *, save_id: str, options: O
         storage: Where it goes.
         save_id: Unique name of this save.
         options: The knobs.
+        session: What earlier saves have left for this one.
 
     Returns:
-        The manifest that was published.
+        What was done.
 
     Raises:
         UnsupportedValueError: A value cannot be stored; nothing was written.
         StorageError: The storage failed; what was there before is still there.
     """
-    flat = flatten(state, is_tensor=tensors.is_tensor)
-    leaves = _encode_leaves(flat)
-    plan = plan_write([leaves.specs], Layout(save_id, options.chunk_bytes, options.file_bytes))
-    replaced = replaced_locations(storage)
-    transaction = storage.begin(save_id)
+    session = session or Session()
+    meter = Meter("save", storage.url)
+    means = Means(
+        session.pool(options, options.block_bytes), options.block_bytes, options.threads, meter, SideStreams()
+    )
+    with meter.stage("plan"), no_garbage_collection():
+        flat = flatten(state, is_tensor=tensors.is_tensor)
+        leaves = _encode_leaves(flat)
+        plan = session.planner.plan([leaves.specs], Layout(save_id, options.chunk_bytes, options.file_bytes))
+        replaced = replaced_locations(storage)
+        transaction = storage.begin(save_id)
     try:
-        pool = BufferPool(options.memory_budget_bytes, options.block_bytes)
-        receipts = write_all(
-            plan.files[0],
-            leaves.sources,
-            transaction,
-            pool,
-            block_bytes=options.block_bytes,
-            threads=options.threads,
-        )
-        manifest = Manifest("0.1.0", _WORLD_SIZE, plan.entries, _extension(save_id, options, flat, leaves, receipts))
-        commit(transaction, storage, manifest, plan.files[0], replaced)
+        with meter.stage("write"):
+            receipts = write_all(plan.files[0], leaves.sources, transaction, means)
+        with meter.stage("commit"), no_garbage_collection():
+            extension = _extension(save_id, options, flat, leaves, receipts)
+            manifest = Manifest("0.1.0", _WORLD_SIZE, plan.entries, extension)
+            commit(transaction, storage, manifest, plan.files[0], replaced)
     except BaseException:
         transaction.abort()
         raise
-    return manifest
+    session.last_save = meter.finish()
+    return session.last_save
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,12 @@ from lightning_snapshot.manifest import Entry, Manifest
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load, read_manifest, read_value
 from lightning_snapshot.save import save
+from lightning_snapshot.session import Session
 from lightning_snapshot.stateful import RNGState, Stateful, copies_tensors_as_they_are
+from lightning_snapshot.stats import Stats
 from lightning_snapshot.storage import open_storage
 from lightning_snapshot.tensors import tensors_by_path
+from lightning_snapshot.verify import Progress, Report, verify
 
 __all__ = ["Snapshot", "new_save_id"]
 
@@ -57,6 +60,7 @@ class Snapshot:
         _refuse_several_ranks(pg)
         self.path = os.fspath(path)
         self._storage = open_storage(path, storage_options)
+        self._session = Session()
         defaults = Options.from_env()
         self._options = Options(defaults.memory_budget_bytes, verify=verify, trusted=trusted)
 
@@ -88,7 +92,7 @@ class Snapshot:
         snapshot = cls(path, pg, storage_options)
         del replicated  # one process writes everything once, whatever is replicated
         states = _state_dicts(app_state)
-        save(states, snapshot._storage, save_id=new_save_id(), options=snapshot._options)
+        save(states, snapshot._storage, save_id=new_save_id(), options=snapshot._options, session=snapshot._session)
         return snapshot
 
     @classmethod
@@ -121,7 +125,7 @@ class Snapshot:
         for key, stateful in sorted(app_state.items(), key=lambda item: isinstance(item[1], RNGState)):
             own = tensors_by_path({key: stateful.state_dict()})
             targets = own if copies_tensors_as_they_are(stateful) else {}
-            state = load(self._storage, rank=0, options=self._options, keys=[key], targets=targets)[key]
+            state = self._load([key], targets)[key]
             if isinstance(stateful, torch.nn.Module):
                 _check_shapes(key, own, state)
                 stateful.load_state_dict(state, strict=strict)
@@ -133,17 +137,26 @@ class Snapshot:
         path: str,
         obj_out: torch.Tensor | None = None,
         memory_budget_bytes: int | None = None,
+        *,
+        index: Any = None,
+        mmap: bool = False,
     ) -> Any:
-        """Read one value.
+        """Read one value, or a part of a tensor.
+
+        Of a part, only the blocks of 4 MiB that hold something of it are read.
 
         Args:
             path: ``<rank>/<name>/<key>/…`` as in `get_manifest`; ``%`` and ``/`` in keys are ``%25`` and ``%2F``.
             obj_out: Tensor to read into; it is returned.
             memory_budget_bytes: Upper bound of the staging memory.
+            index: Part of a tensor to read, as in ``tensor[index]``: integers, slices with step 1, ``...``.
+            mmap: Map a tensor of a local snapshot instead of reading it, as in ``torch.load(mmap=True)``. What is
+                written to it stays in memory and never reaches the snapshot. It is not verified, and it comes without
+                mapping where it has several pieces (more than 512 MiB, sharded) or `index` is given.
 
         Raises:
             EntryNotFoundError: There is no value under that path, or a container.
-            TargetMismatchError: ``obj_out`` has another dtype or shape than the stored tensor.
+            TargetMismatchError: ``obj_out`` has another dtype or shape than what is read, or ``index`` does not fit.
             DataError: A data file is missing or damaged.
             UnsafeObjectError: The value needs code that is not known to be safe.
         """
@@ -153,7 +166,9 @@ class Snapshot:
         options = self._options
         if memory_budget_bytes is not None:
             options = Options(memory_budget_bytes, verify=options.verify, trusted=options.trusted)
-        return read_value(self._storage, path, options=options, target=obj_out)
+        return read_value(
+            self._storage, path, options=options, target=obj_out, index=index, mmap=mmap, session=self._session
+        )
 
     def get_manifest(self) -> dict[str, Entry]:
         """All entries: ``<rank>/<path>`` → entry, as in torchsnapshot.
@@ -165,15 +180,56 @@ class Snapshot:
         """
         return dict(self.metadata.entries)
 
-    def get_state_dict_for_key(self, key: str) -> Any:
+    def get_state_dict_for_key(self, key: str, *, mmap: bool = False) -> Any:
         """The state under a name, with fresh tensors on the CPU; sharded ones in full.
+
+        Args:
+            key: The name.
+            mmap: Map the tensors instead of reading them, as in `read_object`.
 
         Raises:
             EntryNotFoundError: The snapshot has no such name.
             DataError: A data file is missing or damaged.
             UnsafeObjectError: A value needs code that is not known to be safe.
         """
-        return load(self._storage, rank=0, options=self._options, keys=[key])[key]
+        return self._load([key], {}, mmap=mmap)[key]
+
+    @property
+    def last_save(self) -> Stats | None:
+        """What `take` did to make this snapshot; ``None`` if this object did not come from it."""
+        return self._session.last_save
+
+    @property
+    def last_load(self) -> Stats | None:
+        """What the last load through this object did; ``None`` before the first."""
+        return self._session.last_load
+
+    def _load(self, keys: list[str], targets: Mapping[str, torch.Tensor], *, mmap: bool = False) -> dict[str, Any]:
+        return load(
+            self._storage,
+            rank=0,
+            options=self._options,
+            keys=keys,
+            targets=targets,
+            mmap=mmap,
+            session=self._session,
+        )
+
+    def verify(self, progress: Progress | None = None) -> Report:
+        """Check the whole snapshot, for all ranks, without loading it: entries, files, lengths, checksums.
+
+        Args:
+            progress: Called with the bytes that are checked so far and those to check.
+
+        Returns:
+            All problems that were found.
+
+        Raises:
+            SnapshotNotFoundError: There is nothing at the path.
+            NotASnapshotError: There is something else.
+            StorageError: The storage failed, or others kept saving over the snapshot.
+        """
+        return verify(self._storage, self._options, progress)
 
     @property
     def metadata(self) -> Manifest:

@@ -4,15 +4,17 @@ Tensors are handled as rows of integers of the same width, so that no bit change
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
 from lightning_snapshot.errors import MetadataError, UnsupportedFeatureError, UnsupportedValueError
-from lightning_snapshot.geometry import Box, boxes_of_flat_range, intersect, whole
+from lightning_snapshot.geometry import Box, boxes_of_flat_range, intersect
 from lightning_snapshot.manifest import TensorNote
+from lightning_snapshot.memory import advise_huge_pages
 from lightning_snapshot.read_plan import Fetch
 from lightning_snapshot.tree import ALIAS_ROOT, flatten
 from lightning_snapshot.write_plan import TensorSpec
@@ -27,6 +29,7 @@ __all__ = [
     "is_piece",
     "is_same_view",
     "is_tensor",
+    "mapped",
     "memory_key",
     "portable",
     "storage_kind",
@@ -34,6 +37,7 @@ __all__ = [
     "tensor_note",
     "tensor_spec",
     "tensors_by_path",
+    "unsqueezed",
     "without_overlaps",
 ]
 
@@ -69,6 +73,8 @@ def storage_kind(tensor: torch.Tensor, place: str) -> str:
         UnsupportedValueError: It has no data that could be stored.
         UnsupportedFeatureError: It is spread over ranks.
     """
+    if _is_dense(tensor) and not tensor.is_meta:
+        return "dense" if tensor.numel() else "zip"
     if tensor.is_meta or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
         msg = f"{place}: a tensor without data (meta device or uninitialized) cannot be stored; materialize it first"
         raise UnsupportedValueError(msg)
@@ -80,17 +86,23 @@ def storage_kind(tensor: torch.Tensor, place: str) -> str:
         return "object"
     if tensor.is_quantized:
         return "zip" if tensor.dtype in _PORTABLE_QUANTIZED else "object"
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return "object"
-    return "dense" if tensor.numel() else "zip"
+    return "object"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ordinary one: elements of the usual kinds, at strides, in one memory."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:
     """Whether elements can be written straight into the memory of a tensor."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+    if not _is_dense(tensor) or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return False
-    if tensor.is_conj() or tensor.is_neg() or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
-        return False
+    if tensor.is_contiguous():
+        return True
     # An expanded tensor, for one, shows one element in several places.
     reach = 0
     strides = zip(tensor.stride(), tensor.shape, strict=True)
@@ -105,9 +117,12 @@ def without_overlaps(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     """The targets that share no memory with another one: two stored tensors cannot both go there."""
     spans = []
     for path, tensor in targets.items():
-        last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        size_bytes = tensor.nbytes
+        if not tensor.is_contiguous():
+            last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+            size_bytes = (last + 1) * tensor.element_size()
         begin = tensor.data_ptr()
-        spans.append((str(tensor.device), begin, begin + (last + 1) * tensor.element_size(), path))
+        spans.append((_device_name(tensor.device), begin, begin + size_bytes, path))
     spans.sort()
     shared: set[str] = set()
     reached = ("", 0, "")  # device, end and path of the span that goes furthest
@@ -116,6 +131,11 @@ def without_overlaps(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
             shared |= {path, reached[2]}
         reached = max(reached, (device, end, path))
     return {path: tensor for path, tensor in targets.items() if path not in shared}
+
+
+@lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str:
+    return str(device)
 
 
 def is_same_view(value: torch.Tensor, given: torch.Tensor) -> bool:
@@ -134,17 +154,29 @@ def dtype_named(name: str, path: str) -> torch.dtype:
     Raises:
         MetadataError: This torch has no such dtype.
     """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _dtypes().get(name)
+    if dtype is None:
         msg = f"{path}: expected the name of a dtype, found {name!r}, which torch {torch.__version__} does not know"
         raise MetadataError(msg)
     return dtype
 
 
+@lru_cache(maxsize=1)
+def _dtypes() -> dict[str, torch.dtype]:
+    found = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return found | {name.removeprefix("torch."): dtype for name, dtype in found.items()}
+
+
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """The spec of a dense tensor that this rank holds alone."""
-    dtype = stored_dtype(tensor.dtype)
-    return TensorSpec(str(dtype), dtype.itemsize, tuple(tensor.shape))
+    return _spec(tensor.dtype, tensor.shape)
+
+
+# Models have few kinds of tensors. That equal specs are one object makes comparing two states cheap.
+@lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    stored = stored_dtype(dtype)
+    return TensorSpec(str(stored), stored.itemsize, tuple(shape))
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -155,10 +187,10 @@ def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def tensor_note(tensor: torch.Tensor) -> TensorNote | None:
     """What the entry of a tensor or its ``torch.save`` blob cannot say; ``None`` if it says everything."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return None
     parameter = type(tensor) is torch.nn.Parameter
-    dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not parameter and type(tensor) is not torch.Tensor:
+        return None
+    dense = _is_dense(tensor)
     if dense and not parameter and not tensor.requires_grad and tensor.dtype in _PORTABLE and tensor.is_contiguous():
         return None
     note = TensorNote(
@@ -201,11 +233,26 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """The row-major bytes of a dense tensor, read from the tensor itself when they are asked for."""
+def _row_address(tensor: torch.Tensor) -> int:
+    """Where the elements of a tensor lie one after the other in the memory of the CPU; 0 if they do not."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.data_ptr()
+    return 0
 
-    tensor: torch.Tensor
+
+class TensorSource:
+    """The row-major bytes of a dense tensor, read from the tensor itself when they are asked for.
+
+    Attributes:
+        tensor: The caller's tensor.
+        address: Where its bytes lie in the memory of the CPU; 0 if they do not lie there one after the other.
+    """
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = _row_address(tensor)
 
     def copy_into(self, begin_bytes: int, out: torch.Tensor) -> None:
         """Copy the bytes that start at ``begin_bytes`` into the whole of ``out``, a uint8 vector on the CPU.
@@ -214,7 +261,7 @@ class TensorSource:
         """
         tensor = self.tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            out.copy_(_flat_bytes(tensor)[begin_bytes : begin_bytes + out.numel()])
+            out.copy_(_flat_bytes(tensor)[begin_bytes : begin_bytes + out.numel()], non_blocking=True)
             return
         item_bytes = tensor.element_size()
         first = begin_bytes // item_bytes
@@ -222,21 +269,26 @@ class TensorSource:
         done = 0
         for box in boxes_of_flat_range(tensor.shape, first, first + rows.numel()):
             part = tensor[box.slices].resolve_conj().resolve_neg().view(_RAW[item_bytes])
-            rows[done : done + box.volume].view(box.sizes).copy_(part)
+            rows[done : done + box.volume].view(box.sizes).copy_(part, non_blocking=True)
             done += box.volume
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorTarget:
     """A tensor that is being filled.
 
     Attributes:
         tensor: The memory to fill: any strides, any device, no two elements in one place.
         box: Global box of the stored tensor that it stands for.
+        address: Where its elements lie in the memory of the CPU; 0 if they do not lie there one after the other.
     """
 
     tensor: torch.Tensor
     box: Box
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = _row_address(self.tensor)
 
     @classmethod
     def allocate(
@@ -254,16 +306,27 @@ class TensorTarget:
                 tensor = torch.empty(box.sizes, dtype=raw, device=device)
             else:
                 tensor = torch.empty_permuted(box.sizes, tuple(dim_order), dtype=raw, device=device)
+            advise_huge_pages(tensor)
             tensor = tensor if raw == dtype else tensor.view(dtype)
         except (RuntimeError, MemoryError) as error:
             msg = f"{path}: cannot allocate a tensor of shape {list(box.sizes)} and {dtype}: {error}"
             raise MetadataError(msg) from error
         return cls(tensor, box)
 
-    @classmethod
-    def existing(cls, tensor: torch.Tensor) -> "TensorTarget":
-        """The memory of a tensor that the caller already has."""
-        return cls(tensor.detach(), whole(tuple(tensor.shape)))
+    def address_of(self, fetch: Fetch) -> int:
+        """Where the first element of a fetch goes, if all of it goes there in a row; 0 if it does not."""
+        first = self._first_of(fetch) if self.address else None
+        return 0 if first is None else self.address + first * fetch.item_bytes
+
+    def _first_of(self, fetch: Fetch) -> int | None:
+        """Number of the element where a fetch begins, if it consists of whole rows of the target."""
+        box, piece = self.box, fetch.piece
+        if box is piece:
+            return fetch.first_element
+        if piece.offsets[1:] != box.offsets[1:] or piece.sizes[1:] != box.sizes[1:]:
+            return None
+        skipped = (piece.offsets[0] - box.offsets[0]) * prod(box.sizes[1:]) if box.sizes else 0
+        return skipped + fetch.first_element
 
     def scatter(self, fetch: Fetch, begin_bytes: int, data: torch.Tensor) -> None:
         """Put elements in their places.
@@ -273,15 +336,13 @@ class TensorTarget:
             begin_bytes: Where in the file ``data`` starts; inside the fetch.
             data: uint8 vector on the CPU, whole elements.
         """
-        first = fetch.first_element + (begin_bytes - fetch.begin_bytes) // fetch.item_bytes
-        shape, piece = self.box.sizes, fetch.piece
-        if self.tensor.is_contiguous() and (piece.offsets[1:], piece.sizes[1:]) == (self.box.offsets[1:], shape[1:]):
-            # Whole rows of the target: the elements lie in it as they lie in the file.
-            row = prod(shape[1:])
-            skipped = (piece.offsets[0] - self.box.offsets[0]) * row if shape else 0
-            start = (first + skipped) * fetch.item_bytes
-            _flat_bytes(self.tensor)[start : start + data.numel()].copy_(data)
+        row = self._first_of(fetch) if self.tensor.is_contiguous() else None
+        if row is not None:
+            start = row * fetch.item_bytes + begin_bytes - fetch.begin_bytes
+            _flat_bytes(self.tensor)[start : start + data.numel()].copy_(data, non_blocking=True)
             return
+        first = fetch.first_element + (begin_bytes - fetch.begin_bytes) // fetch.item_bytes
+        piece = fetch.piece
         raw = _RAW[fetch.item_bytes]
         # torchsnapshot packs tensors without gaps, and views of wider elements must be aligned.
         data = data.clone() if data.storage_offset() % fetch.item_bytes else data
@@ -294,7 +355,7 @@ class TensorTarget:
             part = intersect(absolute, fetch.wanted)
             if part is not None:
                 source = stretch[part.relative_to(absolute.offsets).slices]
-                into[part.relative_to(self.box.offsets).slices].copy_(source)
+                into[part.relative_to(self.box.offsets).slices].copy_(source, non_blocking=True)
 
     def place(self, piece: Box, value: torch.Tensor) -> None:
         """Put a whole piece in its place."""
@@ -309,6 +370,21 @@ def is_piece(value: torch.Tensor, sizes: Sequence[int]) -> bool:
     dense = value.layout == torch.strided and not value.is_quantized and not value.is_nested and not value.is_meta
     # Snapshots of autumn 2022 describe a 0-d tensor as one of shape [1], or the other way round.
     return dense and (tuple(value.shape) == tuple(sizes) or (value.numel() == prod(sizes) == 1))
+
+
+def mapped(memory: Any, begin_bytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
+    """A tensor that shows a part of a mapped file; ``None`` if its elements do not lie where such elements may."""
+    if begin_bytes % dtype.itemsize:
+        return None
+    raw = torch.frombuffer(memory, dtype=stored_dtype(dtype), count=prod(shape), offset=begin_bytes)
+    return (raw if raw.dtype == dtype else raw.view(dtype)).view(tuple(shape))
+
+
+def unsqueezed(tensor: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
+    """A view with dimensions of size 1 inserted; ``dimensions`` are ascending."""
+    for dimension in dimensions:
+        tensor = tensor.unsqueeze(dimension)
+    return tensor
 
 
 def finish(tensor: torch.Tensor, note: TensorNote | None, path: str) -> torch.Tensor:

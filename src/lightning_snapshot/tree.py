@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 from lightning_snapshot.errors import UnsupportedValueError
 from lightning_snapshot.manifest import (
     ContainerNote,
@@ -76,8 +78,7 @@ class FlatState:
         return ((path, item.value) for path, item in self.items.items() if isinstance(item, Leaf))
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, gc=False):
     """A value that goes into a file: the caller's own object, not a copy.
 
     Attributes:

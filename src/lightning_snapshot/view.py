@@ -1,7 +1,8 @@
 """What one rank sees of a snapshot: its own entries, what is replicated, and sharded tensors as a whole (FORMAT 8)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from lightning_snapshot.errors import EntryNotFoundError, MetadataError
 from lightning_snapshot.manifest import (
@@ -28,17 +29,18 @@ _CONTAINERS = (ListEntry, DictEntry, OrderedDictEntry)
 _INDIVISIBLE = frozenset({"tuple", "namedtuple", "items"})
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(msgspec.Struct, frozen=True, gc=False):
     """An entry as a rank sees it.
 
     Attributes:
-        path: Manifest path that it came from. Notes of the extension are found under it.
+        path: Manifest path that it came from.
         entry: The entry; for a sharded tensor with the shards of all ranks.
+        rank: Rank that ``path`` begins with. Notes of the extension are found under it and the logical path.
     """
 
     path: str
     entry: Entry
+    rank: str
 
 
 def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
@@ -70,7 +72,7 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     for path, entry in manifest.entries.items():
         text, _, logical_path = path.partition("/")
         owner = owners[text] if text in owners else owners.setdefault(text, split_rank(path)[0])
-        located = Located(path, entry)
+        located = Located(path, entry, text)
         if owner == rank:
             view[logical_path] = located
         if _is_replicated(entry):
@@ -82,9 +84,9 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     listed = _Listed(view, rank)
     for logical_path, parts in sharded.items():
         if rank in parts:
-            view[logical_path] = Located(parts[rank].path, _merge(logical_path, parts))
+            view[logical_path] = _merge(logical_path, parts, rank)
         elif logical_path not in view and listed.has(logical_path, parts):
-            view[logical_path] = Located(parts[min(parts)].path, _merge(logical_path, parts))
+            view[logical_path] = _merge(logical_path, parts, min(parts))
     return view
 
 
@@ -94,7 +96,7 @@ def _is_replicated(entry: Entry) -> bool:
     return isinstance(entry, DTensorEntry) and all(dimensions == [-1] for dimensions in entry.dim_map)
 
 
-def _merge(logical_path: str, parts: Mapping[int, Located]) -> Entry:
+def _merge(logical_path: str, parts: Mapping[int, Located], owner: int) -> Located:
     entries = [parts[rank].entry for rank in sorted(parts)]
     shards = [
         shard for entry in entries if isinstance(entry, (ShardedTensorEntry, DTensorEntry)) for shard in entry.shards
@@ -106,8 +108,8 @@ def _merge(logical_path: str, parts: Mapping[int, Located]) -> Entry:
         msg = f"{logical_path!r}: expected the same kind of sharded tensor on all ranks, found {found}"
         raise MetadataError(msg)
     if isinstance(first, DTensorEntry):
-        return DTensorEntry(shards, first.mesh, first.dim_map)
-    return ShardedTensorEntry(shards)
+        return Located(parts[owner].path, DTensorEntry(shards, first.mesh, first.dim_map), parts[owner].rank)
+    return Located(parts[owner].path, ShardedTensorEntry(shards), parts[owner].rank)
 
 
 class _Listed:
@@ -163,7 +165,7 @@ def _view_of_new_rank(manifest: Manifest, of_rank_0: Mapping[str, Located]) -> d
         entry = located.entry
         if isinstance(entry, (DictEntry, OrderedDictEntry)):
             present = [key for key in entry.keys if _has_child(view, moved, path, str(key))]
-            view[path] = Located(located.path, type(entry)(present))
+            view[path] = Located(located.path, type(entry)(present), located.rank)
     return view
 
 

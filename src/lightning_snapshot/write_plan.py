@@ -3,10 +3,12 @@
 Pure and deterministic: the same specs give the same plan, on every rank and in every run. Nothing is read or written.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeAlias
+
+import msgspec
 
 from lightning_snapshot.errors import UnsupportedValueError
 from lightning_snapshot.geometry import Box, find_tiling_defect, split_first_dimension, whole
@@ -23,16 +25,19 @@ from lightning_snapshot.manifest import (
     TensorEntry,
 )
 
-__all__ = ["BlobSpec", "FilePlan", "Layout", "Piece", "RankSpecs", "TensorSpec", "WritePlan", "plan_write"]
+__all__ = ["BlobSpec", "FilePlan", "Layout", "Piece", "Planner", "RankSpecs", "TensorSpec", "WritePlan", "plan_write"]
 
 # Pieces of at least this size start on a page of the file, so that they can be mapped and read directly.
 _LARGE_BYTES = 64 * 1024
 _PAGE_BYTES = 4096
 _SMALL_ALIGNMENT_BYTES = 64
+# What several ranks hold is cut into pieces so small that the ranks write about the same, but not smaller than this.
+_MIN_SHARED_PIECE_BYTES = 1024 * 1024
+_SHARED_PIECES_PER_RANK = 16
+_NO_BOX = whole(())
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, gc=False, tag="tensor"):
     """A tensor of one rank, to be stored as row-major elements.
 
     Attributes:
@@ -54,8 +59,7 @@ class TensorSpec:
     is_tied: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BlobSpec:
+class BlobSpec(msgspec.Struct, frozen=True, gc=False, tag="blob"):
     """A value that is already a string of bytes in ``torch.save``'s format, and gets a file of its own.
 
     Attributes:
@@ -94,8 +98,7 @@ class Layout:
     file_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A stretch of one leaf in a file.
 
     Attributes:
@@ -116,8 +119,7 @@ class Piece:
         return self.end_bytes - self.begin_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
+class FilePlan(msgspec.Struct, frozen=True):
     """One data file. Bytes that belong to no piece are zero.
 
     Attributes:
@@ -144,17 +146,32 @@ class WritePlan:
     files: tuple[tuple[FilePlan, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece before it has a place: a box of a leaf, and the ranks that could write it with their byte ranges."""
+class _Part(msgspec.Struct, frozen=True, gc=False):
+    """A piece before it has a place.
+
+    Attributes:
+        path: Logical path of the leaf.
+        box: Its global box.
+        ranks: Who holds it, and could write it.
+        begin_bytes: Start in the row-major bytes of what each of them holds of the leaf (inclusive).
+        end_bytes: End (exclusive).
+        own_file: It must be alone in its file.
+        replicated: Its entry is stored once, under rank 0.
+        digest: Blobs of a rank with the same one share a file.
+    """
 
     path: str
     box: Box
-    holders: Mapping[int, tuple[int, int]]
-    size_bytes: int
+    ranks: Sequence[int]
+    begin_bytes: int
+    end_bytes: int
     own_file: bool = False
     replicated: bool = False
     digest: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end_bytes - self.begin_bytes
 
 
 def plan_write(specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
@@ -176,58 +193,145 @@ def plan_write(specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
     return WritePlan(_entries(specs, places), files)
 
 
+class Planner:
+    """Plans one save after another. As long as only values change, the plan of the save before is used again."""
+
+    def __init__(self) -> None:
+        # One attribute, so that threads which save at the same time see specs and plan of one save.
+        self._last: tuple[Sequence[RankSpecs], Layout, WritePlan] = ((), Layout("", 0, 0), WritePlan({}, ()))
+
+    def plan(self, specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
+        """Like `plan_write`."""
+        specs_before, layout_before, plan_before = self._last
+        is_alike = (
+            layout == replace(layout_before, save_id=layout.save_id)
+            and len(specs) == len(specs_before)
+            and all(map(_is_alike, specs, specs_before))
+        )
+        if is_alike:
+            plan = _renamed(plan_before, specs, layout_before.save_id, layout.save_id)
+        else:
+            plan = plan_write(specs, layout)
+        self._last = (specs, layout, plan)
+        return plan
+
+
+def _is_alike(specs: RankSpecs, before: RankSpecs) -> bool:
+    """Whether the same data has to be written; the entries, which hold values, may differ."""
+    if len(specs) != len(before):
+        return False
+    for (path, spec), (path_before, spec_before) in zip(specs.items(), before.items(), strict=True):
+        if path != path_before:
+            return False
+        if isinstance(spec, (TensorSpec, BlobSpec)):
+            if spec is not spec_before and spec != spec_before:
+                return False
+        elif type(spec) is not type(spec_before) or _is_replicated(spec) != _is_replicated(spec_before):
+            return False
+    return True
+
+
+def _renamed(plan: WritePlan, specs: Sequence[RankSpecs], before: str, now: str) -> WritePlan:
+    """The plan with the data in the folder of another save, and the entries of ``specs`` where those are no leaves."""
+    names = {
+        file.location: file.location.replace(f"/{before}/", f"/{now}/", 1) for files in plan.files for file in files
+    }
+
+    def renamed(entry: Entry) -> Entry:
+        if isinstance(entry, (TensorEntry, ObjectEntry)):
+            return msgspec.structs.replace(entry, location=names[entry.location])
+        if isinstance(entry, ChunkedTensorEntry):
+            return msgspec.structs.replace(entry, chunks=[moved(chunk) for chunk in entry.chunks])
+        if isinstance(entry, ShardedTensorEntry):
+            return ShardedTensorEntry([moved(shard) for shard in entry.shards])
+        return entry
+
+    def moved(shard: Shard) -> Shard:
+        location = names[shard.tensor.location]
+        return Shard(shard.offsets, shard.sizes, msgspec.structs.replace(shard.tensor, location=location))
+
+    entries: dict[str, Entry] = {}
+    for path, entry in plan.entries.items():
+        rank, _, logical_path = path.partition("/")
+        spec = specs[int(rank)][logical_path]
+        entries[path] = renamed(entry) if isinstance(spec, (TensorSpec, BlobSpec)) else spec
+    files = tuple(
+        tuple(FilePlan(names[file.location], file.size_bytes, file.pieces) for file in files) for files in plan.files
+    )
+    return WritePlan(entries, files)
+
+
 def _cut(specs: Sequence[RankSpecs], layout: Layout) -> Iterator[_Part]:
     """The parts that have to be written once each."""
-    sharded: dict[tuple[str, Box], dict[int, tuple[int, int]]] = {}
+    sharded: dict[tuple[str, Box], list[int]] = {}
+    everyone = range(len(specs))
+    shared_bytes = _shared_piece_bytes(specs, layout)
     for rank, spec_of in enumerate(specs):
+        alone = (rank,)
         for path, spec in spec_of.items():
-            if isinstance(spec, BlobSpec) and not (spec.replicated and rank):
-                holders = {rank: (0, spec.size_bytes)}
-                replicated, digest = spec.replicated, spec.digest
-                yield _Part(
-                    path, whole(()), holders, spec.size_bytes, own_file=True, replicated=replicated, digest=digest
-                )
-            elif isinstance(spec, TensorSpec) and spec.box is not None and not spec.tied_to:
-                for box, begin, end in _pieces(spec.box, spec.item_bytes, layout.chunk_bytes):
-                    sharded.setdefault((path, box), {})[rank] = (begin, end)
-            elif isinstance(spec, TensorSpec) and not spec.tied_to and not (spec.replicated and rank):
-                ranks = range(len(specs)) if spec.replicated else (rank,)
-                for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, layout.chunk_bytes):
-                    holders = dict.fromkeys(ranks, (begin, end))
-                    yield _Part(path, box, holders, end - begin, spec.is_tied, spec.replicated)
+            if isinstance(spec, TensorSpec):
+                if spec.tied_to or (rank and spec.replicated):
+                    continue
+                if spec.box is not None:
+                    sharded.setdefault((path, spec.box), []).append(rank)
+                    continue
+                ranks, limit = (everyone, shared_bytes) if spec.replicated else (alone, layout.chunk_bytes)
+                for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, limit):
+                    yield _Part(path, box, ranks, begin, end, spec.is_tied, spec.replicated)
+            elif isinstance(spec, BlobSpec) and not (rank and spec.replicated):
+                yield _Part(path, _NO_BOX, alone, 0, spec.size_bytes, True, spec.replicated, spec.digest)  # noqa: FBT003  # a Struct's fields
     for (path, box), holders in sharded.items():
-        begin, end = next(iter(holders.values()))
+        if not box.volume:
+            continue  # a rank may hold nothing of a tensor
         is_tied = any(_is_tied(specs[rank][path]) for rank in holders)
-        if box.volume:  # a rank may hold nothing of a tensor
-            yield _Part(path, box, holders, end - begin, is_tied)
+        limit = shared_bytes if len(holders) > 1 else layout.chunk_bytes
+        for piece, begin, end in _pieces(box, _item_bytes(specs[holders[0]][path]), limit):
+            yield _Part(path, piece, holders, begin, end, is_tied)
+
+
+def _shared_piece_bytes(specs: Sequence[RankSpecs], layout: Layout) -> int:
+    """Above this size, what several ranks hold is cut, so that each of them can write an equal share."""
+    if len(specs) == 1:
+        return layout.chunk_bytes
+    shared = (spec for spec in specs[0].values() if isinstance(spec, TensorSpec) and (spec.replicated or spec.box))
+    total = sum((spec.box or whole(spec.shape)).volume * spec.item_bytes for spec in shared)
+    share = total // (len(specs) * _SHARED_PIECES_PER_RANK)
+    return min(layout.chunk_bytes, max(share, _MIN_SHARED_PIECE_BYTES))
 
 
 def _is_tied(spec: Entry | TensorSpec | BlobSpec) -> bool:
     return isinstance(spec, TensorSpec) and spec.is_tied
 
 
-def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[tuple[Box, int, int]]:
+def _item_bytes(spec: Entry | TensorSpec | BlobSpec) -> int:
+    return spec.item_bytes if isinstance(spec, TensorSpec) else 0
+
+
+def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterable[tuple[Box, int, int]]:
     """Global box and row-major byte range of each piece of what a rank holds."""
-    if box.volume * item_bytes <= limit_bytes:
-        yield box, 0, box.volume * item_bytes
-        return
+    size_bytes = box.volume * item_bytes
+    if size_bytes <= limit_bytes:
+        return ((box, 0, size_bytes),)
+    row_bytes = prod(box.sizes[1:]) * item_bytes
+    pieces = []
     for piece in split_first_dimension(box.sizes, item_bytes, limit_bytes):
-        row_bytes = prod(box.sizes[1:]) * item_bytes
         begin = piece.offsets[0] * row_bytes if piece.offsets else 0
         offsets = tuple(o + p for o, p in zip(box.offsets, piece.offsets, strict=True))
-        yield Box(offsets, piece.sizes), begin, begin + piece.volume * item_bytes
+        pieces.append((Box(offsets, piece.sizes), begin, begin + piece.volume * item_bytes))
+    return pieces
 
 
 def _check_agreement(specs: Sequence[RankSpecs]) -> None:
     sharded: dict[str, list[TensorSpec]] = {}
     for rank, spec_of in enumerate(specs):
-        for path in dict.fromkeys((*spec_of, *specs[0])):
-            first, spec = specs[0].get(path), spec_of.get(path)
+        for path, spec in spec_of.items():
             if isinstance(spec, TensorSpec) and spec.box is not None:
                 sharded.setdefault(path, []).append(spec)
-            elif (_is_replicated(first) or _is_replicated(spec)) and _common(first) != _common(spec):
-                msg = f"{path}: marked replicated, but rank 0 has {first} and rank {rank} has {spec}"
-                raise UnsupportedValueError(msg)
+            elif rank:
+                _check_replica(path, specs[0].get(path), spec, rank)
+        for path, spec in specs[0].items() if rank else ():
+            if path not in spec_of:
+                _check_replica(path, spec, None, rank)
     for path, shards in sharded.items():
         kinds = {(spec.dtype, spec.item_bytes, spec.shape): None for spec in shards}
         if len(kinds) > 1:
@@ -241,9 +345,18 @@ def _check_agreement(specs: Sequence[RankSpecs]) -> None:
             raise UnsupportedValueError(msg)
 
 
-def _common(spec: Entry | TensorSpec | BlobSpec | None) -> object:
+_Spec: TypeAlias = Entry | TensorSpec | BlobSpec | None
+
+
+def _check_replica(path: str, first: _Spec, spec: _Spec, rank: int) -> None:
+    if (_is_replicated(first) or _is_replicated(spec)) and _common(first) != _common(spec):
+        msg = f"{path}: marked replicated, but rank 0 has {first} and rank {rank} has {spec}"
+        raise UnsupportedValueError(msg)
+
+
+def _common(spec: _Spec) -> object:
     """What must be equal on all ranks. Equal objects may be pickled to different bytes."""
-    return replace(spec, size_bytes=0, digest="") if isinstance(spec, BlobSpec) else spec
+    return msgspec.structs.replace(spec, size_bytes=0, digest="") if isinstance(spec, BlobSpec) else spec
 
 
 def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
@@ -251,19 +364,18 @@ def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
     load_bytes = [0] * world_size
     writer = [-1] * len(parts)
     for index, part in enumerate(parts):
-        if len(part.holders) == 1:
-            (writer[index],) = part.holders
+        if len(part.ranks) == 1:
+            writer[index] = part.ranks[0]
             load_bytes[writer[index]] += part.size_bytes
     shared = [index for index, rank in enumerate(writer) if rank < 0]
     # Largest first balances best; the index makes the order total.
     for index in sorted(shared, key=lambda i: (-parts[i].size_bytes, i)):
-        writer[index] = min(parts[index].holders, key=lambda rank: (load_bytes[rank], rank))
+        writer[index] = min(parts[index].ranks, key=lambda rank: (load_bytes[rank], rank))
         load_bytes[writer[index]] += parts[index].size_bytes
     return writer
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True, gc=False):
     """Where one piece went; ``byte_range`` is ``None`` for a file of its own."""
 
     box: Box
@@ -283,19 +395,21 @@ class _RankFiles:
     pieces: list[Piece] = field(default_factory=list)
     size_bytes: int = 0
 
-    def put(self, part: _Part, span: tuple[int, int]) -> _Place:
+    def put(self, part: _Part) -> _Place:
+        begin, end = part.begin_bytes, part.end_bytes
+        size_bytes = end - begin
         if part.own_file:
             location = self._next_name()
-            self.files.append(FilePlan(location, part.size_bytes, (Piece(part.path, *span, 0),)))
+            self.files.append(FilePlan(location, size_bytes, (Piece(part.path, begin, end, 0),)))
             return _Place(part.box, location, None)
-        alignment = _PAGE_BYTES if part.size_bytes >= _LARGE_BYTES else _SMALL_ALIGNMENT_BYTES
+        alignment = _PAGE_BYTES if size_bytes >= _LARGE_BYTES else _SMALL_ALIGNMENT_BYTES
         offset = -(-self.size_bytes // alignment) * alignment
-        if self.pieces and offset + part.size_bytes > self.file_bytes:
+        if self.pieces and offset + size_bytes > self.file_bytes:
             self.close()
             offset = 0
         self.location = self.location or self._next_name()
-        self.pieces.append(Piece(part.path, *span, offset))
-        self.size_bytes = offset + part.size_bytes
+        self.pieces.append(Piece(part.path, begin, end, offset))
+        self.size_bytes = offset + size_bytes
         return _Place(part.box, self.location, (offset, self.size_bytes))
 
     def close(self) -> None:
@@ -321,7 +435,7 @@ def _place(
     for part, rank in zip(parts, writers, strict=True):
         place = blobs.get((rank, part.digest)) if part.digest else None
         if place is None:
-            place = ranks[rank].put(part, part.holders[rank])
+            place = ranks[rank].put(part)
         if part.digest:
             blobs[rank, part.digest] = place
         places.setdefault((part.path, 0 if part.replicated else rank), []).append(place)
@@ -345,7 +459,7 @@ def _entries(specs: Sequence[RankSpecs], places: _Places) -> dict[str, Entry]:
     return entries
 
 
-def _is_replicated(spec: Entry | TensorSpec | BlobSpec | None) -> bool:
+def _is_replicated(spec: _Spec) -> bool:
     if spec is None or isinstance(spec, (ListEntry, DictEntry, OrderedDictEntry, ShardedTensorEntry, DTensorEntry)):
         return False
     return spec.replicated

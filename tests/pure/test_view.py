@@ -48,6 +48,10 @@ def manifest_of(world_size: int, entries: dict[str, Entry], **notes: Any) -> Man
     return Manifest("0.1.0", world_size, entries, extension)
 
 
+def located(path: str, entry: Entry) -> Located:
+    return Located(path, entry, path.partition("/")[0])
+
+
 def entries_of(view: dict[str, Located]) -> dict[str, Entry]:
     return {path: located.entry for path, located in view.items()}
 
@@ -79,26 +83,26 @@ def test_a_rank_sees_its_own_entries_what_is_replicated_and_whole_sharded_tensor
     whole = ShardedTensorEntry([shard(0, 1), shard(1, 3), shard(3, 5)])
     view = view_of_rank(SHARED, 1)
     assert view == {
-        "m": Located("1/m", DictEntry(KEYS)),
-        "m/n": Located("1/m/n", number(1)),
-        "m/s": Located("1/m/s", whole),
-        "m/t": Located("0/m/t", TENSOR),
-        "m/c": Located("0/m/c", CHUNKED),
-        "m/o": Located("0/m/o", OBJECT),
-        "m/i": Located("0/m/i", number(7, replicated=True)),
+        "m": located("1/m", DictEntry(KEYS)),
+        "m/n": located("1/m/n", number(1)),
+        "m/s": located("1/m/s", whole),
+        "m/t": located("0/m/t", TENSOR),
+        "m/c": located("0/m/c", CHUNKED),
+        "m/o": located("0/m/o", OBJECT),
+        "m/i": located("0/m/i", number(7, replicated=True)),
     }
     # First what the rank has itself, in the order of the file.
     assert list(view) == ["m", "m/n", "m/s", "m/t", "m/c", "m/o", "m/i"]
-    assert view_of_rank(SHARED, 0)["m/s"] == Located("0/m/s", whole)
-    assert view_of_rank(SHARED, 0)["m/n"] == Located("0/m/n", number(0))
+    assert view_of_rank(SHARED, 0)["m/s"] == located("0/m/s", whole)
+    assert view_of_rank(SHARED, 0)["m/n"] == located("0/m/n", number(0))
 
 
 @pytest.mark.parametrize("rank", [2, 3, 10**6])
 def test_a_new_rank_sees_what_is_shared(rank: int) -> None:
     view = view_of_rank(SHARED, rank)
     assert list(view) == ["m", "m/t", "m/c", "m/o", "m/i", "m/s"]
-    assert view["m"] == Located("0/m", OrderedDictEntry(["t", "c", "o", "i", "s"]))
-    assert view["m/s"] == Located("0/m/s", ShardedTensorEntry([shard(0, 1), shard(1, 3), shard(3, 5)]))
+    assert view["m"] == located("0/m", OrderedDictEntry(["t", "c", "o", "i", "s"]))
+    assert view["m/s"] == located("0/m/s", ShardedTensorEntry([shard(0, 1), shard(1, 3), shard(3, 5)]))
     # What was in the manifest is as it was.
     assert SHARED.entries["0/m"] == OrderedDictEntry(KEYS)
 
@@ -110,7 +114,7 @@ def test_a_negative_rank_is_refused() -> None:
 
 def test_replicated_entries_of_old_snapshots_are_repeated_under_every_rank() -> None:
     entries: dict[str, Entry] = {f"{rank}/m/t": TENSOR for rank in (1, 0)}
-    assert view_of_rank(manifest_of(2, entries), 1) == {"m/t": Located("0/m/t", TENSOR)}
+    assert view_of_rank(manifest_of(2, entries), 1) == {"m/t": located("0/m/t", TENSOR)}
 
 
 def test_a_replicated_entry_counts_only_under_rank_0() -> None:
@@ -125,7 +129,7 @@ def test_a_replicated_dtensor_is_used_as_it_is() -> None:
     entries: dict[str, Entry] = {"0/r": replicated, "0/0d": scalar}
     for rank in range(3):
         view = view_of_rank(manifest_of(2, entries), rank)
-        assert view == {"r": Located("0/r", replicated), "0d": Located("0/0d", scalar)}
+        assert view == {"r": located("0/r", replicated), "0d": located("0/0d", scalar)}
 
 
 def hsdp(*pieces: Shard) -> DTensorEntry:
@@ -140,21 +144,21 @@ def test_a_rank_sees_a_sharded_tensor_that_it_lists_but_others_keep() -> None:
     manifest = manifest_of(4, entries)
     merged = hsdp(shard(0, 2), shard(2, 4))
     assert view_of_rank(manifest, 2) == {
-        "m": Located("2/m", DictEntry(["a/b", 5, True])),
-        "m/a%2Fb": Located("0/m/a%2Fb", merged),
-        "m/5": Located("0/m/5", merged),
-        "m/True": Located("0/m/True", merged),
+        "m": located("2/m", DictEntry(["a/b", 5, True])),
+        "m/a%2Fb": located("0/m/a%2Fb", merged),
+        "m/5": located("0/m/5", merged),
+        "m/True": located("0/m/True", merged),
     }
     assert list(view_of_rank(manifest, 3)) == ["m", "m/5"]
     # Ranks that keep an entry have it, listed or not.
-    assert view_of_rank(manifest, 1)["m/unlisted"] == Located("1/m/unlisted", merged)
+    assert view_of_rank(manifest, 1)["m/unlisted"] == located("1/m/unlisted", merged)
 
 
 def test_a_list_has_the_items_that_other_ranks_of_the_mesh_keep() -> None:
     entries: dict[str, Entry] = {f"{rank}/l": ListEntry() for rank in range(5)}
     entries |= {"0/l/0": hsdp(shard(0, 2)), "1/l/0": hsdp(shard(2, 4)), "0/l/1": ShardedTensorEntry([])}
     manifest = manifest_of(5, entries)
-    assert view_of_rank(manifest, 3)["l/0"] == Located("0/l/0", hsdp(shard(0, 2), shard(2, 4)))
+    assert view_of_rank(manifest, 3)["l/0"] == located("0/l/0", hsdp(shard(0, 2), shard(2, 4)))
     assert list(view_of_rank(manifest, 4)) == ["l"]
     assert list(view_of_rank(manifest, 1)) == ["l", "l/0"]
 
@@ -167,7 +171,7 @@ def test_shards_of_equal_place_all_stay_in_the_order_of_ranks() -> None:
 
 def test_a_value_that_is_sharded_elsewhere_only_stays_what_it_is() -> None:
     entries: dict[str, Entry] = {"0/m": DictEntry(["s"]), "0/m/s": number(1), "1/m/s": ShardedTensorEntry([])}
-    assert view_of_rank(manifest_of(2, entries), 0)["m/s"] == Located("0/m/s", number(1))
+    assert view_of_rank(manifest_of(2, entries), 0)["m/s"] == located("0/m/s", number(1))
 
 
 def test_ranks_that_disagree_are_named() -> None:

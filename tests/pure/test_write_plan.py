@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from dataclasses import replace
 from itertools import product
 from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lightning_snapshot.errors import UnsupportedValueError
 from lightning_snapshot.geometry import Box, whole

@@ -8,6 +8,7 @@ returns, readers see what was there before; from then on they see the new snapsh
 """
 
 from collections.abc import Iterable
+from mmap import mmap
 from typing import Protocol
 
 __all__ = ["DATA_FOLDER", "METADATA_NAME", "Reader", "Storage", "Transaction", "Writer"]
@@ -33,6 +34,13 @@ class Reader(Protocol):
         Raises:
             DataError: The file ends before the buffer is full.
             StorageError: The storage failed.
+        """
+        ...
+
+    def map(self) -> mmap | None:
+        """The whole file as memory that is read when it is looked at; ``None`` where that cannot be had.
+
+        What is written to it stays in memory. It outlives the reader, and the file.
         """
         ...
 

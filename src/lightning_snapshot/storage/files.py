@@ -2,9 +2,11 @@
 
 import errno
 import logging
+import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,12 +37,26 @@ class _OpenFile:
         self._use_direct = False
 
     def close(self) -> None:
-        """Release the file. Calling it twice is harmless."""
-        descriptors = (self._direct, self._open)
+        """Release the file. Calling it twice is harmless.
+
+        Raises:
+            StorageError: The operating system reports that earlier operations failed. The file is released.
+        """
+        descriptors = (self._open, self._direct)
         self._use_direct, self._direct, self._open = False, None, None
-        for descriptor in descriptors:
-            if descriptor is not None:
-                self._posix.close(descriptor)
+        with storage_errors("close", self._path), ExitStack() as stack:
+            for descriptor in descriptors:
+                if descriptor is not None:
+                    stack.callback(self._posix.close, descriptor)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Surrounds the rest of ``__init__``: who gets an exception from that has nothing to close."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _open_direct(self, *, writable: bool) -> None:
         """Let `_move` go past the page cache, which halves the speed of large files, where the system allows it."""
@@ -76,14 +92,15 @@ class LocalReader(_OpenFile):
 
     def __init__(self, posix: Posix, path: Path) -> None:
         super().__init__(posix, path, posix.open_file(path))
-        status = os.fstat(self._descriptor())
-        self._size_bytes = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            msg = f"{path}: expected a file, found {'a folder' if stat.S_ISDIR(status.st_mode) else 'a device or pipe'}"
-            raise DataError(msg)
-        if status.st_size >= _MIN_DIRECT_BYTES:
-            self._open_direct(writable=False)
+        with self._closed_on_error():
+            status = os.fstat(self._descriptor())
+            self._size_bytes = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                found = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or pipe"
+                msg = f"{path}: expected a file, found {found}"
+                raise DataError(msg)
+            if status.st_size >= _MIN_DIRECT_BYTES:
+                self._open_direct(writable=False)
 
     @property
     def size_bytes(self) -> int:
@@ -108,6 +125,17 @@ class LocalReader(_OpenFile):
                     raise DataError(msg)
                 rest = rest[count:]
 
+    def map(self) -> mmap.mmap | None:
+        """Map the whole file, so that what is written to the memory does not reach the file.
+
+        Raises:
+            StorageError: The operating system refused.
+        """
+        if not self._size_bytes:
+            return None
+        with storage_errors("map", self._path):
+            return self._posix.map(self._descriptor(), self._size_bytes)
+
 
 class LocalWriter(_OpenFile):
     """One file that is being written; see `lightning_snapshot.storage.base.Writer`.
@@ -121,14 +149,10 @@ class LocalWriter(_OpenFile):
             super().__init__(posix, path, posix.create_file(path))
         self._size_bytes = size_bytes
         self.finished = False
-        try:
-            with storage_errors(f"reserve {size_bytes} bytes for", path):
-                posix.allocate(self._descriptor(), size_bytes)
-                if size_bytes >= _MIN_DIRECT_BYTES:
-                    self._open_direct(writable=True)
-        except BaseException:
-            self.close()
-            raise
+        with self._closed_on_error(), storage_errors(f"reserve {size_bytes} bytes for", path):
+            posix.allocate(self._descriptor(), size_bytes)
+            if size_bytes >= _MIN_DIRECT_BYTES:
+                self._open_direct(writable=True)
 
     def write(self, offset_bytes: int, buffer: memoryview) -> None:
         """Write the whole of ``buffer`` at ``offset_bytes``.

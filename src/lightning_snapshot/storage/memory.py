@@ -177,6 +177,9 @@ class _MemoryReader:
             raise DataError(msg)
         buffer.cast("B")[:] = self._content[offset_bytes:end]
 
+    def map(self) -> None:
+        """No file, nothing to map."""
+
     def close(self) -> None:
         pass
 

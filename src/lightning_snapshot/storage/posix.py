@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -111,6 +112,10 @@ class Posix:
         data = os.pread(descriptor, len(buffer), offset_bytes)
         buffer[: len(data)] = data
         return len(data)
+
+    def map(self, descriptor: int, size_bytes: int) -> mmap.mmap:
+        """The content of a file as memory; what is written to that memory does not reach the file."""
+        return mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_COPY)
 
     def sync(self, descriptor: int) -> None:
         """Make the content of a file durable."""

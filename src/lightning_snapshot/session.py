@@ -1,0 +1,52 @@
+"""What is kept from one save or load to the next: staging memory, the last plan, and the records."""
+
+import os
+import threading
+
+from lightning_snapshot.memory import BufferPool
+from lightning_snapshot.options import Options
+from lightning_snapshot.stats import Stats
+from lightning_snapshot.write_plan import Planner
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Kept by whoever saves or loads more than once. Any thread may use it.
+
+    Attributes:
+        planner: Remembers the last plan.
+        last_save: Record of the last save that succeeded.
+        last_load: Record of the last load that succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.planner = Planner()
+        self.last_save: Stats | None = None
+        self.last_load: Stats | None = None
+        self._pool: BufferPool | None = None
+        self._budget_bytes = 0
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["Session"], tuple[()]]:
+        """A copy, in this process or another one, starts with nothing."""
+        return Session, ()
+
+    def pool(self, options: Options, block_bytes: int) -> BufferPool:
+        """Staging buffers of ``block_bytes``: those of before, if they are right."""
+        with self._lock:
+            wanted = (options.memory_budget_bytes, block_bytes)
+            # In a process that was forked during a save, the pool waits for threads that do not exist there.
+            is_ours = self._process == os.getpid()
+            if self._pool is None or not is_ours or (self._budget_bytes, self._pool.block_bytes) != wanted:
+                self._pool, self._budget_bytes = BufferPool(*wanted), options.memory_budget_bytes
+                self._process = os.getpid()
+            return self._pool
+
+    def release(self) -> None:
+        """Give back the memory. The session can be used again."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.release()
+            self.planner = Planner()
