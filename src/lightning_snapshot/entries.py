@@ -180,12 +180,14 @@ class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
         parameter: It was a ``torch.nn.Parameter``.
         requires_grad: ``requires_grad`` of the tensor, if not what is usual (true for a parameter, false else).
         dim_order: Dimensions from the slowest to the fastest in memory, if not row-major.
+        placement: How the tensor was spread over the ranks: its placements and its mesh, as text.
     """
 
     dtype: str = ""
     parameter: bool = False
     requires_grad: bool | None = None
     dim_order: _Counts | None = None
+    placement: str = ""
 
 
 class RankNotes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -198,6 +200,8 @@ class RankNotes(msgspec.Struct, frozen=True, omit_defaults=True):
         tied: Path of a tensor → path of the tensor whose memory it shares.
         same: Path of a value → path where the very same object was met first.
         moved: Path of a value → where its entries are, because its own path cannot be written.
+        over_rank_0: Only the ``roots`` that differ from those of rank 0 are stored under this rank; all others are
+            rank 0's.
     """
 
     roots: tuple[str, ...] = ()
@@ -206,6 +210,7 @@ class RankNotes(msgspec.Struct, frozen=True, omit_defaults=True):
     tied: dict[str, str] = {}
     same: dict[str, str] = {}
     moved: dict[str, str] = {}
+    over_rank_0: bool = False
 
 
 class Extension(msgspec.Struct, frozen=True):

@@ -33,6 +33,9 @@ _MAX_NAMED = 5
 _PAGE_BYTES = 4096
 
 
+def _no_check() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Means:
     """What a plan is run with.
@@ -43,6 +46,7 @@ class Means:
         threads: How many blocks are in work at once.
         meter: Notes what is done.
         streams: For copies from and to other devices.
+        check: Called before each block; what it raises ends the work.
     """
 
     pool: BufferPool
@@ -50,6 +54,7 @@ class Means:
     threads: int
     meter: Meter
     streams: SideStreams
+    check: Callable[[], None] = _no_check
 
 
 def _run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
@@ -135,6 +140,7 @@ class _FileWrite:
 
     def _write_block(self, begin: int) -> None:
         means = self.means
+        means.check()
         end = min(begin + means.block_bytes, self.plan.size_bytes)
         writer = self._open()
         address = self._address(begin, end)
@@ -322,7 +328,11 @@ class _Reads:
         if record is not None and byte_range is not None:
             begin = begin // block_bytes * block_bytes  # checksums are of whole blocks
             end = min(-(-end // block_bytes) * block_bytes, reader.size_bytes)
-        out.extend(bytes(end - begin))
+        try:
+            out.extend(bytes(end - begin))
+        except MemoryError as error:
+            msg = f"{path}: expected memory for the {end - begin} bytes of {location}, found too little"
+            raise DataError(msg) from error
         with memoryview(out) as view:
             for start in range(begin, end, block_bytes):
                 with view[start - begin : min(start + block_bytes, end) - begin] as block:
@@ -342,6 +352,7 @@ class _Reads:
         return record.hashes[16 * index : 16 * index + 16]
 
     def _read_stretch(self, file: _OpenFile, begin: int, end: int, moves: Sequence["_Move"], digest: str) -> None:
+        self.means.check()
         location = moves[0].fetch.location
         with file as reader:
             address = moves[0].address_of_all(begin, end) if len(moves) == 1 else 0

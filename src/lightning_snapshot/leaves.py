@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from lightning_snapshot.stats import Meter
 from lightning_snapshot.storage import Storage
 from lightning_snapshot.tensors import TensorTarget
 from lightning_snapshot.tree import encode_key
-from lightning_snapshot.view import view_of_rank
+from lightning_snapshot.view import stands_on_rank_0, view_of_rank
 
 __all__ = ["LeafReader", "Request"]
 
@@ -31,8 +31,12 @@ __all__ = ["LeafReader", "Request"]
 _MAX_BLOCK_BYTES = 64 * 1024 * 1024
 # A block must not end inside an element.
 _WIDEST_ELEMENT_BYTES = 16
+# A tensor in torch.save's format may show one element in many places; a dense one has memory for each.
+_MAX_EXPANSION = 1000
+_MAX_EXPANDED_BYTES = 64 * 1024 * 1024
 _NO_NOTES = RankNotes()
 _CPU = torch.device("cpu")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,13 @@ class LeafReader:
 
     def notes_of_view(self) -> RankNotes | None:
         """What the extension says about the containers of the view; ``None`` in snapshots of torchsnapshot."""
-        manifest, view = self._manifest, self.view
+        manifest, view, rank = self._manifest, self.view, self.request.rank
         if manifest.extension is None:
             return None
-        if self.request.rank < manifest.world_size:
-            return self._notes_of(str(self.request.rank))
+        if stands_on_rank_0(manifest, rank):
+            return _notes_over_rank_0(self._notes_of("0"), self._notes_of(str(rank)))
+        if rank < manifest.world_size:
+            return self._notes_of(str(rank))
         # A new rank has those of rank 0's roots that are shared.
         notes = self._notes_of("0")
         seen = tuple(key for key in notes.roots if notes.moved.get(encode_key(key), encode_key(key)) in view)
@@ -108,17 +114,14 @@ class LeafReader:
         """Logical path → value, for each of ``paths``."""
         with self.request.meter.stage("plan"), no_garbage_collection():
             tied, objects_at, values = self._sort(paths)
-            given = {path: self.request.targets[path] for path in self._tensors if path in self.request.targets}
+            given = {path: self._local(path) for path in self._tensors if path in self.request.targets}
             self._fillable = tensors.without_overlaps({p: t for p, t in given.items() if tensors.is_fillable(t)})
             plan = self._plan(objects_at)
         with self.request.meter.stage("read"):
             blobs = self._execute(plan)
         with self.request.meter.stage("rebuild"), no_garbage_collection():
             values |= self._decode(blobs)
-            for path, wanted in self._tensors.items():
-                tensor = self._target(path).tensor
-                in_place = path in self._filled
-                values[path] = self.request.targets[path] if in_place else tensors.finish(tensor, wanted.note, path)
+            values |= {path: self._value(path, wanted) for path, wanted in self._tensors.items()}
             for path, first in tied.items():
                 values[path] = self._finish(path, values[first].detach())
         return values
@@ -149,6 +152,14 @@ class LeafReader:
         value = self._target(path).tensor
         return value.squeeze(removed) if target is None else target
 
+    def _value(self, path: str, wanted: _Wanted) -> torch.Tensor:
+        tensor = self._target(path).tensor
+        if path in self._filled:
+            return self.request.targets[path]
+        if wanted.box is not None:
+            return tensors.rejoined(tensor, self.request.targets[path])
+        return tensors.finish(tensor, wanted.note, path)
+
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _sort(
@@ -177,6 +188,21 @@ class LeafReader:
                 else:
                     mapped[path] = tensors.finish(tensor, wanted.note, path)
         return tied, objects_at, mapped
+
+    def _local(self, path: str) -> torch.Tensor:
+        """The memory of a tensor of the caller. Of one that is spread over ranks, only this rank's part is wanted."""
+        target, wanted = self.request.targets[path], self._tensors[path]
+        if not tensors.is_spread(target):
+            return target
+        part = tensors.local_part(target, path)
+        if part.shape != wanted.stored.shape:
+            msg = (
+                f"{path}: the target has shape {list(part.shape)}, the snapshot {list(wanted.stored.shape)}; load into "
+                "a model of the same shape"
+            )
+            raise TargetMismatchError(msg)
+        self._tensors[path] = _Wanted(wanted.stored, wanted.note, wanted.dtype, part.box)
+        return part.tensor
 
     def _wanted(self, path: str, entry: TensorLike, notes: RankNotes) -> _Wanted:
         stored = stored_tensor(path, entry)
@@ -248,6 +274,9 @@ class LeafReader:
             if blob.piece is None:
                 values[blob.path] = self._finish(blob.path, value)
             elif isinstance(value, torch.Tensor) and tensors.is_piece(value, blob.piece.sizes):
+                if value.nbytes > max(_MAX_EXPANDED_BYTES, _MAX_EXPANSION * len(content)):
+                    msg = f"{blob.path}: expected elements in {blob.location}, found few that stand for {value.numel()}"
+                    raise DataError(msg)
                 target = self._target(blob.path, value.dtype)
                 if target.tensor.dtype != value.dtype:
                     msg = f"{blob.path}: expected {target.tensor.dtype} in {blob.location}, found {value.dtype}"
@@ -273,10 +302,10 @@ class LeafReader:
         if dtype is None:
             msg = f"{path}: expected the name of a dtype, found none"
             raise MetadataError(msg)
-        if given is not None and given.dtype == dtype and tuple(given.shape) == wanted.stored.shape:
+        if given is not None and given.dtype == dtype and tuple(given.shape) == wanted.target_box.sizes:
             self._filled.add(path)
             return TensorTarget(given.detach(), wanted.target_box)
-        dim_order = wanted.note.dim_order if wanted.note else None
+        dim_order = wanted.note.dim_order if wanted.note and wanted.box is None else None
         return TensorTarget.allocate(dtype, wanted.target_box, dim_order, self.request.device, path)
 
     def _finish(self, path: str, value: Any) -> Any:
@@ -300,6 +329,27 @@ class LeafReader:
             return None
         entry = self.view[path].entry
         return first if isinstance(entry, TensorLike) and entry == self.view[first].entry else None
+
+
+def _notes_over_rank_0(first: RankNotes, own: RankNotes) -> RankNotes:
+    """Rank 0's notes, with those of a rank on the top-level keys that are its own."""
+    replaced = {encode_key(key) for key in own.roots}
+
+    def over(below: Mapping[str, _T], above: Mapping[str, _T]) -> dict[str, _T]:
+        return {path: note for path, note in below.items() if path.partition("/")[0] not in replaced} | dict(above)
+
+    def links(below: Mapping[str, str], above: Mapping[str, str]) -> dict[str, str]:
+        kept = over(below, {})
+        return {path: to for path, to in kept.items() if to.partition("/")[0] not in replaced} | dict(above)
+
+    return RankNotes(
+        tuple(dict.fromkeys((*first.roots, *own.roots))),
+        over(first.containers, own.containers),
+        over(first.tensors, own.tensors),
+        links(first.tied, own.tied),
+        links(first.same, own.same),
+        over(first.moved, own.moved),
+    )
 
 
 def _is_quantized(entry: Entry) -> TypeGuard[TensorEntry]:

@@ -2,13 +2,36 @@
 
 import os
 import threading
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_snapshot.memory import BufferPool
 from lightning_snapshot.options import Options
 from lightning_snapshot.stats import Stats
 from lightning_snapshot.write_plan import Planner
 
-__all__ = ["Session"]
+__all__ = ["Heard", "Session"]
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the ranks have told each other in the last save that succeeded, so that they need not repeat it.
+
+    Attributes:
+        token: Of that save, if this rank remembers it.
+        said: Digest of what this rank has said.
+        told: What rank 0 has told it.
+        contributions: On rank 0: digest → what was said.
+        parts: On rank 0: digest of what each rank was told.
+        remembering: On rank 0: whether each rank remembers.
+    """
+
+    token: str = ""
+    said: bytes = b""
+    told: bytes = b""
+    contributions: dict[bytes, Any] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    remembering: list[bool] = field(default_factory=list)
 
 
 class Session:
@@ -16,12 +39,14 @@ class Session:
 
     Attributes:
         planner: Remembers the last plan.
+        heard: Remembers what other ranks have said.
         last_save: Record of the last save that succeeded.
         last_load: Record of the last load that succeeded.
     """
 
     def __init__(self) -> None:
         self.planner = Planner()
+        self.heard = Heard()
         self.last_save: Stats | None = None
         self.last_load: Stats | None = None
         self._pool: BufferPool | None = None
@@ -50,3 +75,4 @@ class Session:
             if self._pool is not None:
                 self._pool.release()
             self.planner = Planner()
+            self.heard = Heard()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from lightning_snapshot.tree import ALIAS_ROOT, flatten
 from lightning_snapshot.write_plan import TensorSpec
 
 __all__ = [
+    "LocalPart",
     "TensorSource",
     "TensorTarget",
     "compact",
@@ -28,10 +29,13 @@ __all__ = [
     "is_fillable",
     "is_piece",
     "is_same_view",
+    "is_spread",
     "is_tensor",
+    "local_part",
     "mapped",
     "memory_key",
     "portable",
+    "rejoined",
     "storage_kind",
     "stored_dtype",
     "tensor_note",
@@ -50,6 +54,7 @@ _PORTABLE = frozenset(
 )
 # The dtypes of quantized tensors that may stand in a tensor entry.
 _PORTABLE_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
+_SPREAD = frozenset({"DTensor", "ShardedTensor"})
 # Same width, and copied bit for bit.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -67,26 +72,103 @@ def tensors_by_path(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def storage_kind(tensor: torch.Tensor, place: str) -> str:
-    """How a tensor is stored: ``"dense"`` (rows of elements), ``"zip"`` (a torch.save tensor) or ``"object"``.
+    """How a tensor is stored.
+
+    Returns:
+        ``"dense"`` (rows of elements), ``"spread"`` (the rows that this rank holds: see `local_part`), ``"zip"`` (a
+        torch.save tensor) or ``"object"``.
 
     Raises:
         UnsupportedValueError: It has no data that could be stored.
-        UnsupportedFeatureError: It is spread over ranks.
     """
     if _is_dense(tensor) and not tensor.is_meta:
         return "dense" if tensor.numel() else "zip"
     if tensor.is_meta or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
         msg = f"{place}: a tensor without data (meta device or uninitialized) cannot be stored; materialize it first"
         raise UnsupportedValueError(msg)
+    if is_spread(tensor):
+        return "spread"
     kind = type(tensor)
-    if kind.__name__ in {"DTensor", "ShardedTensor"}:
-        msg = f"{place}: saving a {kind.__name__} (a tensor spread over ranks) is not supported yet; save full tensors"
-        raise UnsupportedFeatureError(msg)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return "object"
     if tensor.is_quantized:
         return "zip" if tensor.dtype in _PORTABLE_QUANTIZED else "object"
     return "object"
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of those of ``torch.distributed`` of which each rank holds a part."""
+    # By name, because importing their modules takes long, and fails where torch was built without them.
+    return type(tensor).__name__ in _SPREAD and type(tensor).__module__.startswith("torch.distributed")
+
+
+class LocalPart(NamedTuple):
+    """What one rank holds of a tensor.
+
+    Attributes:
+        tensor: An ordinary tensor; empty if this rank holds nothing.
+        box: Which part of the whole it is.
+        shape: Elements per dimension of the whole.
+        holders: Number of ranks that the whole is spread over, if each of them holds all of it; else 0.
+    """
+
+    tensor: torch.Tensor
+    box: Box
+    shape: tuple[int, ...]
+    holders: int
+
+    def is_everywhere(self, world_size: int) -> bool:
+        """Whether each of the ranks holds all of the tensor."""
+        return self.holders == world_size
+
+
+def local_part(tensor: torch.Tensor, place: str) -> LocalPart:
+    """What this rank holds of a tensor that `is_spread`.
+
+    Raises:
+        UnsupportedValueError: It holds sums that are not added up yet.
+        UnsupportedFeatureError: It holds several parts.
+    """
+    spread: Any = tensor.detach()
+    shape = tuple(spread.size())
+    if type(tensor).__name__ == "DTensor":
+        if any(placement.is_partial() for placement in spread.placements):
+            msg = f"{place}: a DTensor with partial sums cannot be stored; redistribute it first"
+            raise UnsupportedValueError(msg)
+        local = spread._local_tensor  # noqa: SLF001  # to_local() would wait for the result of a view of it
+        chunks = spread.__create_chunk_list__() if local.numel() else ()
+        parts = [(tuple(chunk.offsets), tuple(chunk.sizes), local) for chunk in chunks]
+        is_replica = all(placement.is_replicate() for placement in spread.placements)
+        holders = spread.device_mesh.size() if is_replica else 0
+    else:
+        shards = [(shard.metadata, shard.tensor.detach()) for shard in spread.local_shards()]
+        parts = [(tuple(m.shard_offsets), tuple(m.shard_sizes), local) for m, local in shards if local.numel()]
+        local, holders = torch.empty(0, dtype=spread.dtype), 0
+    if len(parts) > 1:
+        msg = f"{place}: this rank holds {len(parts)} parts of the {type(tensor).__name__}; expected one at most"
+        raise UnsupportedFeatureError(msg)
+    if not parts:
+        nothing = (0,) * len(shape)
+        sizes = tuple(local.shape) if local.dim() == len(shape) else nothing
+        return LocalPart(local.reshape(sizes), Box(nothing, sizes), shape, holders)
+    ((offsets, sizes, local),) = parts
+    return LocalPart(local.reshape(sizes), Box(offsets, sizes), shape, holders)
+
+
+def rejoined(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor spread over ranks as ``like`` is, of which this rank's part is ``local``."""
+    spread: Any = like
+    if type(like).__name__ == "DTensor":
+        return type(spread).from_local(  # type: ignore[no-any-return]  # torch has no types for it
+            local,
+            spread.device_mesh,
+            spread.placements,
+            run_check=False,
+            shape=spread.size(),
+            stride=spread.stride(),
+        )
+    msg = f"expected a {like.dtype} tensor for a {type(like).__name__}, found {local.dtype}"
+    raise UnsupportedFeatureError(msg)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -187,6 +269,8 @@ def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def tensor_note(tensor: torch.Tensor) -> TensorNote | None:
     """What the entry of a tensor or its ``torch.save`` blob cannot say; ``None`` if it says everything."""
+    if is_spread(tensor):
+        return _note_on_spread(tensor)
     parameter = type(tensor) is torch.nn.Parameter
     if not parameter and type(tensor) is not torch.Tensor:
         return None
@@ -200,6 +284,17 @@ def tensor_note(tensor: torch.Tensor) -> TensorNote | None:
         dim_order=_dim_order(tensor) if dense else None,
     )
     return None if note == TensorNote() else note
+
+
+def _note_on_spread(tensor: torch.Tensor) -> TensorNote:
+    spread: Any = tensor
+    is_mesh = type(tensor).__name__ == "DTensor"
+    placements = ", ".join(map(str, spread.placements)) if is_mesh else "ShardedTensor"
+    return TensorNote(
+        dtype="" if tensor.dtype in _PORTABLE else str(tensor.dtype),
+        requires_grad=tensor.requires_grad or None,
+        placement=f"{placements} on {spread.device_mesh.mesh.tolist()}" if is_mesh else placements,
+    )
 
 
 def _dim_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -92,22 +92,24 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     place: str
 
 
-def flatten(state: Mapping[str, Any], *, is_tensor: Callable[[Any], bool]) -> FlatState:
+def flatten(state: Mapping[str, Any], *, is_tensor: Callable[[Any], bool], alias_prefix: str = "") -> FlatState:
     """Take a state apart.
 
     Args:
         state: App key → value, nested at will.
         is_tensor: Tells tensors from other leaves.
+        alias_prefix: Begins the names of aliases.
 
     Raises:
         UnsupportedValueError: A container contains itself or is nested too deeply, or a top-level key is no string.
     """
-    return _Flattener(is_tensor).run(state)
+    return _Flattener(is_tensor, alias_prefix).run(state)
 
 
 class _Flattener:
-    def __init__(self, is_tensor: Callable[[Any], bool]) -> None:
+    def __init__(self, is_tensor: Callable[[Any], bool], alias_prefix: str) -> None:
         self._is_tensor = is_tensor
+        self._alias_prefix = alias_prefix
         self._flat = FlatState()
         self._first_path: dict[int, str] = {}
         self._open: set[int] = set()
@@ -214,7 +216,7 @@ class _Flattener:
 
     def _next_alias(self) -> str:
         self._aliases += 1
-        return f"{ALIAS_ROOT}/{self._aliases}"
+        return f"{ALIAS_ROOT}/{self._alias_prefix}{self._aliases}"
 
     def _leaf(self, path: str, value: Any, place: str) -> None:
         self._flat.items[path] = Leaf(value, is_tensor=False, place=place)

@@ -20,9 +20,9 @@ from lightning_snapshot.manifest import (
     TensorEntry,
     split_rank,
 )
-from lightning_snapshot.tree import decode_key, encode_key
+from lightning_snapshot.tree import ALIAS_ROOT, decode_key, encode_key
 
-__all__ = ["Located", "split_rank", "view_of_rank"]
+__all__ = ["Located", "split_rank", "stands_on_rank_0", "view_of_rank"]
 
 _CONTAINERS = (ListEntry, DictEntry, OrderedDictEntry)
 # Lists that stand for something which has all of its items or is nothing.
@@ -47,7 +47,7 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     """Give the entries that make up the state of a rank.
 
     A rank that did not exist when the snapshot was taken gets rank 0's containers with what is replicated or sharded
-    in them.
+    in them; or all that rank 0 has, if the others are only what differs from it.
 
     Args:
         manifest: The snapshot.
@@ -63,6 +63,8 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     if rank < 0:
         msg = f"expected a rank from 0 on, found {rank}"
         raise EntryNotFoundError(msg)
+    if stands_on_rank_0(manifest, rank):
+        return _view_over_rank_0(manifest, rank)
     if rank >= manifest.world_size:
         return _view_of_new_rank(manifest, view_of_rank(manifest, 0))
     view: dict[str, Located] = {}
@@ -87,6 +89,28 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
             view[logical_path] = _merge(logical_path, parts, rank)
         elif logical_path not in view and listed.has(logical_path, parts):
             view[logical_path] = _merge(logical_path, parts, min(parts))
+    return view
+
+
+def stands_on_rank_0(manifest: Manifest, rank: int) -> bool:
+    """Whether a rank has what rank 0 has, except for the top-level keys that are stored under it."""
+    if manifest.extension is None or rank == 0:
+        return False
+    notes = manifest.extension.ranks.get(str(min(rank, manifest.world_size - 1)))
+    return notes is not None and notes.over_rank_0
+
+
+def _view_over_rank_0(manifest: Manifest, rank: int) -> dict[str, Located]:
+    view = view_of_rank(manifest, 0)
+    if manifest.extension is None or rank >= manifest.world_size:
+        return view
+    text = str(rank)
+    own = {encode_key(key) for key in manifest.extension.ranks[text].roots}
+    view = {path: located for path, located in view.items() if path.partition("/")[0] not in own}
+    for path, entry in manifest.entries.items():
+        owner, _, logical_path = path.partition("/")
+        if owner == text and logical_path.partition("/")[0] in (*own, ALIAS_ROOT):
+            view[logical_path] = Located(path, entry, owner)
     return view
 
 

@@ -25,7 +25,18 @@ from lightning_snapshot.manifest import (
     TensorEntry,
 )
 
-__all__ = ["BlobSpec", "FilePlan", "Layout", "Piece", "Planner", "RankSpecs", "TensorSpec", "WritePlan", "plan_write"]
+__all__ = [
+    "BlobSpec",
+    "FilePlan",
+    "Holders",
+    "Layout",
+    "Piece",
+    "Planner",
+    "RankSpecs",
+    "TensorSpec",
+    "WritePlan",
+    "plan_write",
+]
 
 # Pieces of at least this size start on a page of the file, so that they can be mapped and read directly.
 _LARGE_BYTES = 64 * 1024
@@ -46,6 +57,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False, tag="tensor"):
         shape: Elements per dimension of the whole tensor, none of them zero.
         box: The part that this rank holds, or ``None`` if it holds all of it and the tensor is not sharded.
         replicated: All ranks hold the same tensor under this path, and it is stored once.
+        by_rank_0: It is stored once, and what rank 0 holds counts; what other ranks hold may differ.
         tied_to: Path of the tensor on the same rank whose memory this one shares; empty if it is the first or only one.
         is_tied: Another tensor shares this one's memory.
     """
@@ -55,6 +67,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False, tag="tensor"):
     shape: tuple[int, ...]
     box: Box | None = None
     replicated: bool = False
+    by_rank_0: bool = False
     tied_to: str = ""
     is_tied: bool = False
 
@@ -81,6 +94,9 @@ class BlobSpec(msgspec.Struct, frozen=True, gc=False, tag="blob"):
 
 RankSpecs: TypeAlias = Mapping[str, Entry | TensorSpec | BlobSpec]
 """What one rank has: logical path → finished entry, or spec of a leaf."""
+
+Holders: TypeAlias = Mapping[str, Sequence[int]]
+"""First part of a logical path → ranks that hold the replicated tensors below it, as rank 0 has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +190,13 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
         return self.end_bytes - self.begin_bytes
 
 
-def plan_write(specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
+def plan_write(specs: Sequence[RankSpecs], layout: Layout, holders: Holders | None = None) -> WritePlan:
     """Plan a save.
 
     Args:
         specs: What each rank has, by rank.
         layout: How data is cut into files.
+        holders: If given, the other ranks' specs do not repeat what is replicated; this says who holds it.
 
     Returns:
         The same plan for the same arguments, whoever calls.
@@ -187,8 +204,8 @@ def plan_write(specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
     Raises:
         UnsupportedValueError: Ranks disagree about a tensor that they share.
     """
-    _check_agreement(specs)
-    parts = list(_cut(specs, layout))
+    _check_agreement(specs, with_replicas=holders is None)
+    parts = list(_cut(specs, layout, holders))
     places, files = _place(parts, _assign(parts, len(specs)), len(specs), layout)
     return WritePlan(_entries(specs, places), files)
 
@@ -198,21 +215,27 @@ class Planner:
 
     def __init__(self) -> None:
         # One attribute, so that threads which save at the same time see specs and plan of one save.
-        self._last: tuple[Sequence[RankSpecs], Layout, WritePlan] = ((), Layout("", 0, 0), WritePlan({}, ()))
+        self._last: tuple[Sequence[RankSpecs], Layout, Holders | None, WritePlan] = (
+            (),
+            Layout("", 0, 0),
+            None,
+            WritePlan({}, ()),
+        )
 
-    def plan(self, specs: Sequence[RankSpecs], layout: Layout) -> WritePlan:
+    def plan(self, specs: Sequence[RankSpecs], layout: Layout, holders: Holders | None = None) -> WritePlan:
         """Like `plan_write`."""
-        specs_before, layout_before, plan_before = self._last
+        specs_before, layout_before, holders_before, plan_before = self._last
         is_alike = (
-            layout == replace(layout_before, save_id=layout.save_id)
+            holders == holders_before
+            and layout == replace(layout_before, save_id=layout.save_id)
             and len(specs) == len(specs_before)
             and all(map(_is_alike, specs, specs_before))
         )
         if is_alike:
             plan = _renamed(plan_before, specs, layout_before.save_id, layout.save_id)
         else:
-            plan = plan_write(specs, layout)
-        self._last = (specs, layout, plan)
+            plan = plan_write(specs, layout, holders)
+        self._last = (specs, layout, holders, plan)
         return plan
 
 
@@ -261,7 +284,7 @@ def _renamed(plan: WritePlan, specs: Sequence[RankSpecs], before: str, now: str)
     return WritePlan(entries, files)
 
 
-def _cut(specs: Sequence[RankSpecs], layout: Layout) -> Iterator[_Part]:
+def _cut(specs: Sequence[RankSpecs], layout: Layout, holders_of: Holders | None) -> Iterator[_Part]:
     """The parts that have to be written once each."""
     sharded: dict[tuple[str, Box], list[int]] = {}
     everyone = range(len(specs))
@@ -275,7 +298,10 @@ def _cut(specs: Sequence[RankSpecs], layout: Layout) -> Iterator[_Part]:
                 if spec.box is not None:
                     sharded.setdefault((path, spec.box), []).append(rank)
                     continue
-                ranks, limit = (everyone, shared_bytes) if spec.replicated else (alone, layout.chunk_bytes)
+                ranks: Sequence[int] = alone
+                if spec.replicated and not spec.by_rank_0:
+                    ranks = everyone if holders_of is None else holders_of.get(path.partition("/")[0], alone)
+                limit = shared_bytes if len(ranks) > 1 else layout.chunk_bytes
                 for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, limit):
                     yield _Part(path, box, ranks, begin, end, spec.is_tied, spec.replicated)
             elif isinstance(spec, BlobSpec) and not (rank and spec.replicated):
@@ -321,15 +347,15 @@ def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterable[tuple[Box, 
     return pieces
 
 
-def _check_agreement(specs: Sequence[RankSpecs]) -> None:
+def _check_agreement(specs: Sequence[RankSpecs], *, with_replicas: bool) -> None:
     sharded: dict[str, list[TensorSpec]] = {}
     for rank, spec_of in enumerate(specs):
         for path, spec in spec_of.items():
             if isinstance(spec, TensorSpec) and spec.box is not None:
                 sharded.setdefault(path, []).append(spec)
-            elif rank:
+            elif rank and with_replicas:
                 _check_replica(path, specs[0].get(path), spec, rank)
-        for path, spec in specs[0].items() if rank else ():
+        for path, spec in specs[0].items() if rank and with_replicas else ():
             if path not in spec_of:
                 _check_replica(path, spec, None, rank)
     for path, shards in sharded.items():

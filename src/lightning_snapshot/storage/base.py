@@ -88,6 +88,20 @@ class Transaction(Protocol):
         """
         ...
 
+    @property
+    def invitation(self) -> str:
+        """What other ranks need to know to `Storage.join` this save."""
+        ...
+
+    def adopt(self, location: str, size_bytes: int) -> None:
+        """Take in a data file that another rank has finished.
+
+        Raises:
+            MetadataError: The location is none of this save.
+            StorageError: The file is not there, or has another size: the ranks do not write to one place.
+        """
+        ...
+
     def commit(self, metadata: bytes) -> None:
         """Publish ``metadata`` and with it all finished data files, durably and in one step.
 
@@ -155,6 +169,20 @@ class Storage(Protocol):
         Raises:
             NotASnapshotError: The place holds something that must not be overwritten.
             StorageError: The storage failed.
+        """
+        ...
+
+    def join(self, save_id: str, invitation: str) -> Transaction:
+        """Take part in a save that another rank has begun: create data files, or abort.
+
+        Only the rank that has begun the save commits it, or removes it.
+
+        Args:
+            save_id: The save.
+            invitation: What `Transaction.invitation` says on the other rank.
+
+        Raises:
+            StorageError: The storage failed, or the save is not there: the ranks do not share this place.
         """
         ...
 

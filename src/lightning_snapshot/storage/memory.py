@@ -29,6 +29,7 @@ __all__ = ["MemoryStorage"]
 @dataclass(slots=True)
 class _Place:
     files: dict[str, bytes] = field(default_factory=dict)
+    saves: "dict[str, dict[str, _MemoryWriter]]" = field(default_factory=dict)
 
 
 _PLACES: dict[str, _Place] = {}
@@ -107,7 +108,19 @@ class MemoryStorage:
         if self.files and METADATA_NAME not in self.files and not any(_save_of(name) for name in self.files):
             msg = f"{self._url}: expected a snapshot or nothing, found {len(self.files)} files without metadata"
             raise NotASnapshotError(msg)
-        return _MemoryTransaction(self, save_id)
+        return _MemoryTransaction(self, save_id, self._place.saves.setdefault(save_id, {}))
+
+    def join(self, save_id: str, invitation: str) -> "_MemoryTransaction":
+        """Take part in a save that another rank has begun, in this process.
+
+        Raises:
+            StorageError: There is no such save.
+        """
+        self.operations.append(("join", save_id))
+        if save_id not in self._place.saves:
+            msg = f"{self._url}: expected the save {save_id}, which rank 0 has begun {invitation}, found none"
+            raise StorageError(errno.ENOENT, msg)
+        return _MemoryTransaction(self, save_id, self._place.saves[save_id], is_guest=True)
 
     def discard(self, locations: Iterable[str]) -> None:
         """Remove data files."""
@@ -151,6 +164,10 @@ class MemoryStorage:
         }
         self._place.files = {**old, **written, METADATA_NAME: metadata}
         self.operations.append(("commit", save_id))
+
+    def forget(self, save_id: str) -> None:
+        """Nobody can join a save any more; called by the transaction."""
+        self._place.saves.pop(save_id, None)
 
 
 def _save_of(location: str) -> str:
@@ -210,10 +227,21 @@ class _MemoryWriter:
 
 
 class _MemoryTransaction:
-    def __init__(self, storage: MemoryStorage, save_id: str) -> None:
+    invitation = "in memory"
+
+    def __init__(
+        self, storage: MemoryStorage, save_id: str, writers: "dict[str, _MemoryWriter]", *, is_guest: bool = False
+    ) -> None:
         self._storage = storage
         self._save_id = save_id
-        self._writers: dict[str, _MemoryWriter] = {}
+        self._writers = writers
+        self._is_guest = is_guest
+
+    def adopt(self, location: str, size_bytes: int) -> None:
+        writer = self._writers.get(normalise_own_location(location, self._save_id, self._storage.url))
+        if writer is None or len(writer.content) != size_bytes:
+            msg = f"{self._storage.url}: expected {size_bytes} bytes at {location}, which another rank has written"
+            raise StorageError(errno.EIO, msg)
 
     def create(self, location: str, size_bytes: int) -> _MemoryWriter:
         normalised = normalise_own_location(location, self._save_id, self._storage.url)
@@ -226,12 +254,18 @@ class _MemoryTransaction:
         return writer
 
     def commit(self, metadata: bytes) -> None:
+        if self._is_guest:
+            msg = f"{self._storage.url}: only the rank that has begun a save can publish it"
+            raise StorageError(errno.EPERM, msg)
         if not all(writer.finished for writer in self._writers.values()):
             msg = f"{self._storage.url}: expected all data files to be finished, found open ones"
             raise StorageError(errno.EBUSY, msg)
         written = {location: bytes(writer.content) for location, writer in self._writers.items()}
         self._storage.publish(self._save_id, metadata, written)
+        self._storage.forget(self._save_id)
 
     def abort(self) -> None:
         self._storage.operations.append(("abort", self._save_id))
-        self._writers.clear()
+        if not self._is_guest:
+            self._writers.clear()
+            self._storage.forget(self._save_id)

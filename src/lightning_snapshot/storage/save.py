@@ -45,6 +45,7 @@ __all__ = ["LocalTransaction"]
 # What a rename says when somebody else has changed the place since we looked.
 _CHANGED = {errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY}
 _MAX_ATTEMPTS = 10
+_INSIDE = "inside"
 
 
 class LocalTransaction:
@@ -63,6 +64,7 @@ class LocalTransaction:
         self._complete_saves: list[str] = []
         self._changed_folder = root.parent
         self._published = False
+        self._is_guest = False
 
     def start(self, *, inside: bool) -> None:
         """Create the folders of the save and take its lock.
@@ -82,6 +84,41 @@ class LocalTransaction:
         # Not before: a folder that was there already belongs to another save.
         self._leftovers.append(self._stage)
         self._make_folder(self._data_folder())
+
+    def join(self, invitation: str) -> None:
+        """Take part in the save that another rank has begun.
+
+        Args:
+            invitation: Where that rank builds it.
+
+        Raises:
+            FileNotFoundError: The save is not there.
+        """
+        self._stage = self._root if invitation == _INSIDE else self._stage
+        self._is_guest = True
+        if not self._data_folder().is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._data_folder()))
+        self._folders.add(self._data_folder())
+
+    @property
+    def invitation(self) -> str:
+        """Where the save is built: inside the snapshot that is there, or beside it."""
+        return _INSIDE if self._stage == self._root else "beside"
+
+    def adopt(self, location: str, size_bytes: int) -> None:
+        """Take in a data file that another rank has finished.
+
+        Raises:
+            MetadataError: The location is not in the folder of the save.
+            StorageError: The file is not there, or has another size.
+        """
+        path = self._stage / normalise_own_location(location, self._save_id, self._url)
+        with storage_errors("look at the file that another rank has written,", path):
+            found = path.stat().st_size
+        if found != size_bytes:
+            msg = f"{path}: expected {size_bytes} bytes, as another rank has written there, found {found}"
+            raise StorageError(errno.EIO, msg)
+        self._folders.add(path.parent)
 
     def create(self, location: str, size_bytes: int) -> LocalWriter:
         """Start a data file in the folder of the save; missing folders in between are made.
@@ -105,6 +142,8 @@ class LocalTransaction:
             NotASnapshotError: Another process has put something there that must not be lost.
             StorageError: The operating system refused. Either nothing was published, or the message says so.
         """
+        if self._is_guest:
+            raise StorageError(errno.EPERM, f"{self._url}: only the rank that has begun a save can publish it")
         if not all(writer.finished for writer in self._writers):
             raise StorageError(errno.EBUSY, f"{self._url}: expected all data files to be finished, found open ones")
         with storage_errors("publish the snapshot", self._root):
@@ -118,7 +157,7 @@ class LocalTransaction:
             self._posix.sync_folder(self._changed_folder)
         self._remove_leftovers()
         with warn_only(f"remove what is unused in {self._root}"):
-            remove_dead_saves(self._posix, self._root, metadata, self._complete_saves)
+            remove_dead_saves(self._posix, self._root, metadata, self._complete_saves, is_durable=True)
         self._unlock()
 
     def abort(self) -> None:
@@ -241,6 +280,7 @@ class LocalTransaction:
         old = moved_path(self._root, self._save_id)
         with suppress(FileExistsError):
             self._posix.make_folder(old.parent)
+        self._posix.sync_folder(old.parent.parent)  # or a power cut could lose the old thing with the folder it is in
         try:
             self._posix.rename(self._root, old)
             with self._publication():
@@ -256,6 +296,8 @@ class LocalTransaction:
     def _move_back(self, old: Path) -> None:
         if os.path.lexists(old) and not os.path.lexists(self._root):
             self._posix.rename(old, self._root)
+            # Before `abort` takes the stage apart: after a power cut that undid this, the stage would be published.
+            self._posix.sync_folder(self._root.parent)
         with warn_only(f"remove {old.parent}"):
             self._posix.remove_folder(old.parent)
 
