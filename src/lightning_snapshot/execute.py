@@ -1,9 +1,7 @@
-"""Runs a plan: moves bytes between tensors and files, block by block, in a few threads, and hashes them on the way."""
+"""Runs a plan in a few threads; reads: moves bytes from files to tensors, block by block, and compares checksums."""
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,18 +17,17 @@ from lightning_snapshot.manifest import FileRecord
 from lightning_snapshot.memory import Buffer, BufferPool, copy_memory, memory_at
 from lightning_snapshot.read_plan import Blob, Fetch, ReadPlan
 from lightning_snapshot.stats import Meter
-from lightning_snapshot.storage import Reader, Storage, Transaction, Writer
-from lightning_snapshot.tensors import TensorSource, TensorTarget
-from lightning_snapshot.write_plan import FilePlan
+from lightning_snapshot.storage import Reader, Storage
+from lightning_snapshot.tensors import TensorTarget
 
-__all__ = ["Means", "check_range", "open_checked", "read_all", "write_all"]
+__all__ = ["PAGE_BYTES", "Means", "check_range", "open_checked", "read_all", "run"]
 
 # Reads of stretches that lie at most this far apart are cheaper as one.
 _MERGE_GAP_BYTES = 64 * 1024
 # Tensors that an error message lists.
 _MAX_NAMED = 5
-# Memory that starts on a page can be read and written without staging it.
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
+"""Memory that starts on a page can be read and written without staging it."""
 
 
 def _no_check() -> None: ...
@@ -57,146 +54,40 @@ class Means:
     check: Callable[[], None] = _no_check
 
 
-def _run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run tasks in a thread pool. The first error cancels those that have not begun, and is raised."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="lightning-snapshot") as executor:
-        futures: list[Future[None]] = [executor.submit(task) for task in tasks]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
-    for future in futures:
-        if not future.cancelled():
-            future.result()
+def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
+    """Run tasks in a few threads. The first error keeps those from beginning that have not, and is raised.
 
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-def write_all(
-    files: Sequence[FilePlan],
-    sources: Mapping[str, TensorSource | bytes],
-    transaction: Transaction,
-    means: Means,
-) -> dict[str, FileRecord]:
-    """Write all files of a plan and make them durable.
-
-    Args:
-        files: This rank's part of the plan.
-        sources: Logical path → where the bytes of the leaf come from.
-        transaction: The save that has begun.
-        means: What to do it with.
-
-    Returns:
-        The receipts: location → what was written.
-
-    Raises:
-        StorageError: The storage failed; nothing is published.
+    Plain threads, because Python lets no executor work on while the program ends; a save in the background must.
     """
-    jobs = [_FileWrite(plan, sources, transaction, means) for plan in files]
-    means.streams.follow(
-        {source.tensor.device for source in sources.values() if isinstance(source, TensorSource) and not source.address}
-    )
+    waiting = iter(tasks)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                with lock:
+                    task = next(waiting, None)
+                if task is None:
+                    return
+                task()
+            except BaseException as error:  # noqa: BLE001, PERF203  # raised below, in the thread of the caller
+                errors.append(error)
+
+    workers = [threading.Thread(target=work, name=f"lightning-snapshot-{number}") for number in range(threads)]
     try:
-        _run((task for job in jobs for task in job.tasks()), means.threads)
-    finally:
-        for job in jobs:
-            job.close()
-    return {job.plan.location: job.record() for job in jobs}
-
-
-@dataclass(slots=True)
-class _FileWrite:
-    plan: FilePlan
-    sources: Mapping[str, TensorSource | bytes]
-    transaction: Transaction
-    means: Means
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    writer: Writer | None = None
-    hashes: dict[int, str] = field(default_factory=dict)
-
-    ends: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ends = [piece.offset_bytes + piece.size_bytes for piece in self.plan.pieces]
-
-    def tasks(self) -> Iterator[Callable[[], None]]:
-        """One task per block; the last one to end finishes the file."""
-        for begin in range(0, self.plan.size_bytes, self.means.block_bytes):
-            yield partial(self._write_block, begin)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-    def record(self) -> FileRecord:
-        return FileRecord(self.plan.size_bytes, "".join(self.hashes[begin] for begin in sorted(self.hashes)))
-
-    def _open(self) -> Writer:
-        with self.lock:
-            if self.writer is None:
-                self.writer = self.transaction.create(self.plan.location, self.plan.size_bytes)
-            return self.writer
-
-    def _write_block(self, begin: int) -> None:
-        means = self.means
-        means.check()
-        end = min(begin + means.block_bytes, self.plan.size_bytes)
-        writer = self._open()
-        address = self._address(begin, end)
-        if address:
-            digest = self._write(writer, begin, memory_at(address, end - begin))
-        else:
-            with means.pool.buffer() as buffer, means.meter.staging(means.pool.block_bytes):
-                block = buffer.view[: end - begin]
-                with means.meter.time("copy"):
-                    self._fill(block, buffer, begin, end)
-                digest = self._write(writer, begin, block)
-        with self.lock:
-            self.hashes[begin] = digest
-            is_last = len(self.hashes) * means.block_bytes >= self.plan.size_bytes
-        if is_last:
-            with means.meter.time("device"):
-                writer.finish()
-            means.meter.count(data_bytes=self.plan.size_bytes, files=1)
-
-    def _write(self, writer: Writer, begin: int, block: memoryview) -> str:
-        with self.means.meter.time("hash"):
-            digest = xxhash.xxh3_64_hexdigest(block)
-        with self.means.meter.time("device"):
-            writer.write(begin, block)
-        return digest
-
-    def _address(self, begin: int, end: int) -> int:
-        """Where the whole block lies in the memory of one tensor, so that it need not be staged; else 0."""
-        piece = self.plan.pieces[bisect_right(self.ends, begin)]
-        source = self.sources[piece.path]
-        if not isinstance(source, TensorSource) or not source.address:
-            return 0
-        if begin < piece.offset_bytes or end > piece.offset_bytes + piece.size_bytes:
-            return 0
-        address = source.address + piece.begin_bytes + begin - piece.offset_bytes
-        return 0 if address % _PAGE_BYTES else address
-
-    def _fill(self, block: memoryview, buffer: Buffer, begin: int, end: int) -> None:
-        filled = begin
-        for piece in self.plan.pieces[bisect_right(self.ends, begin) :]:
-            start, stop = max(piece.offset_bytes, begin), min(piece.offset_bytes + piece.size_bytes, end)
-            if start >= end:
-                break
-            if start > filled:  # gaps are zero, not old buffer content
-                block[filled - begin : start - begin] = bytes(start - filled)
-            source, inner = self.sources[piece.path], piece.begin_bytes + start - piece.offset_bytes
-            if not isinstance(source, TensorSource):
-                block[start - begin : stop - begin] = source[inner : inner + stop - start]
-            elif source.address:
-                copy_memory(buffer.address + start - begin, source.address + inner, stop - start)
-            else:
-                with self.means.streams.beside_training(source.tensor.device, buffer):
-                    source.copy_into(inner, buffer.tensor[start - begin : stop - begin])
-            filled = stop
-        if end > filled:
-            block[filled - begin :] = bytes(end - filled)
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except BaseException as error:  # Ctrl-C, or no more threads
+        errors.append(error)
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+        raise
+    if errors:
+        raise errors[0]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -238,7 +129,7 @@ def read_all(
         tasks = [task for pair in zip(files, sizes, strict=True) for task in reads.fetch_tasks(*pair)]
         names = {(blob.location, blob.byte_range): blob.path for blob in plan.blobs}
         tasks.extend(partial(reads.read_blob, *key, names[key], out) for key, out in blobs.items())
-        _run(tasks, means.threads)
+        run(tasks, means.threads)
     finally:
         reads.close()
     means.meter.count(files=len({*(fetch.location for fetch in plan.fetches), *(key[0] for key in blobs)}))
@@ -441,7 +332,7 @@ class _Move(msgspec.Struct, frozen=True, gc=False):
         if not self.address or begin < self.fetch.begin_bytes or end > self.fetch.end_bytes:
             return 0
         address = self.address + begin - self.fetch.begin_bytes
-        return 0 if address % _PAGE_BYTES else address
+        return 0 if address % PAGE_BYTES else address
 
 
 _Stretch: TypeAlias = tuple[int, int, list[_Move]]

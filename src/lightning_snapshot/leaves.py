@@ -1,6 +1,6 @@
 """Tensors and objects of a snapshot: from the entries of one rank's view to their values."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,7 +23,7 @@ from lightning_snapshot.stats import Meter
 from lightning_snapshot.storage import Storage
 from lightning_snapshot.tensors import TensorTarget
 from lightning_snapshot.tree import encode_key
-from lightning_snapshot.view import stands_on_rank_0, view_of_rank
+from lightning_snapshot.view import stands_on_rank_0, view_of_rank, with_asked
 
 __all__ = ["LeafReader", "Request"]
 
@@ -51,6 +51,7 @@ class Request:
         targets: Logical path → tensor of the caller to read into.
         device: Where tensors without a target go.
         mmap: Map tensors instead of reading them, where that is possible.
+        asked: Logical paths of what the caller has, if that decides which tensors spread over ranks it gets.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Request:
     targets: Mapping[str, torch.Tensor] = field(default_factory=dict)
     device: torch.device = _CPU
     mmap: bool = False
+    asked: Collection[str] = ()
 
 
 class _Wanted(msgspec.Struct, frozen=True, gc=False):
@@ -80,6 +82,7 @@ class LeafReader:
 
     Attributes:
         storage: The snapshot.
+        manifest: What it says of itself.
         request: What the caller wants.
         view: Logical path → entry, as the rank sees it.
     """
@@ -89,7 +92,9 @@ class LeafReader:
         self.request = request
         with request.meter.stage("plan"), no_garbage_collection():
             self.view = view_of_rank(manifest, request.rank)
-        self._manifest = manifest
+            if request.asked:
+                self.view = with_asked(manifest, self.view, request.asked)
+        self.manifest = manifest
         self._fillable: dict[str, torch.Tensor] = {}
         self._filled: set[str] = set()
         self._maps: dict[str, Any] = {}
@@ -98,7 +103,7 @@ class LeafReader:
 
     def notes_of_view(self) -> RankNotes | None:
         """What the extension says about the containers of the view; ``None`` in snapshots of torchsnapshot."""
-        manifest, view, rank = self._manifest, self.view, self.request.rank
+        manifest, view, rank = self.manifest, self.view, self.request.rank
         if manifest.extension is None:
             return None
         if stands_on_rank_0(manifest, rank):
@@ -227,7 +232,7 @@ class LeafReader:
 
     def _execute(self, plan: ReadPlan) -> dict[Blob, bytearray]:
         records = self._records()
-        extension = self._manifest.extension
+        extension = self.manifest.extension
         block_bytes = self.request.options.block_bytes if extension is None else extension.block_bytes
         if block_bytes > _MAX_BLOCK_BYTES or block_bytes % _WIDEST_ELEMENT_BYTES:
             msg = (
@@ -247,7 +252,7 @@ class LeafReader:
         return read_all(plan, self._target, self.storage, records, means, verify=self.request.options.verify)
 
     def _records(self) -> Mapping[str, FileRecord]:
-        extension = self._manifest.extension
+        extension = self.manifest.extension
         return {} if extension is None else extension.files
 
     def _map(self, path: str, wanted: _Wanted) -> torch.Tensor | None:
@@ -319,7 +324,7 @@ class LeafReader:
     # --- notes -------------------------------------------------------------------------------------------------------
 
     def _notes_of(self, rank: str) -> RankNotes:
-        extension = self._manifest.extension
+        extension = self.manifest.extension
         return _NO_NOTES if extension is None else extension.ranks.get(rank, _NO_NOTES)
 
     def _tied_to(self, path: str, notes: RankNotes) -> str | None:

@@ -118,13 +118,11 @@ class BufferPool:
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:
         """Take a buffer for the duration of the ``with`` block. Its content is arbitrary."""
-        buffer = self._take()
+        buffer = self.take()
         try:
             yield buffer
         finally:
-            with self._changed:
-                self._idle.append(buffer)
-                self._changed.notify()
+            self.give_back(buffer)
 
     def release(self) -> None:
         """Give back the memory of all buffers that nobody has taken. The pool can be used again."""
@@ -132,7 +130,14 @@ class BufferPool:
             self._unmade += len(self._idle)
             self._idle.clear()
 
-    def _take(self) -> Buffer:
+    def give_back(self, buffer: Buffer) -> None:
+        """Let others have a buffer that `take` gave."""
+        with self._changed:
+            self._idle.append(buffer)
+            self._changed.notify()
+
+    def take(self) -> Buffer:
+        """A buffer until it is given back. Its content is arbitrary."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle or self._unmade)
             if self._idle:

@@ -6,10 +6,10 @@ rank 0 ─commit→ ``.snapshot_metadata``. A rank that fails makes all of them 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import xxhash
@@ -21,22 +21,28 @@ from lightning_snapshot.describe import Described, Sharing, describe
 from lightning_snapshot.devices import SideStreams
 from lightning_snapshot.errors import UnsupportedValueError
 from lightning_snapshot.exchange import Contribution, Opening, Part, collect, distribute, hand_in, open_save
-from lightning_snapshot.execute import Means, write_all
+from lightning_snapshot.execute import Means
 from lightning_snapshot.group import Group, Meeting
 from lightning_snapshot.manifest import Extension, FileRecord, Manifest, PrimitiveEntry, RankNotes
 from lightning_snapshot.memory import memory_at, no_garbage_collection
 from lightning_snapshot.options import Options
+from lightning_snapshot.saving import Saving
 from lightning_snapshot.session import Heard, Session
 from lightning_snapshot.stats import Meter, Stats
 from lightning_snapshot.storage import Storage, Transaction
 from lightning_snapshot.tree import decode_key, encode_key
 from lightning_snapshot.write_plan import BlobSpec, FilePlan, Holders, Layout, RankSpecs, TensorSpec
+from lightning_snapshot.writing import Writing
 
-__all__ = ["MainRankSharing", "Save", "save_as_one", "save_each"]
+__all__ = ["MainRankSharing", "Save", "begin_as_one", "begin_each", "save_as_one", "save_each"]
 
 _SUBJECT = "save a snapshot"
 _MAX_NAMED = 5
 _logger = logging.getLogger("lightning_snapshot")
+
+
+_Prepared: TypeAlias = tuple[Opening, Described, list[Contribution] | None, Holders | None]
+"""What is agreed, what this rank has, and on rank 0 what everybody has and who holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Save:
         options: The knobs.
         session: What earlier saves have left for this one.
         group: The ranks that take part.
+        claim: Let the place exist from the beginning, as an empty folder if nothing else is there.
     """
 
     path: str
@@ -58,6 +65,7 @@ class Save:
     options: Options
     session: Session
     group: Group
+    claim: bool = False
 
 
 class MainRankSharing(Protocol):
@@ -100,21 +108,32 @@ def save_as_one(
         StorageError: The storage failed on some rank; what was there before is still there.
         SnapshotError: Another rank failed; the message names it.
     """
-    with _together(save) as run:
-        with run.meter.stage("plan"), no_garbage_collection():
-            summary = _Summary(state, sharing, save.group.world_size)
-            opening = run.open(summary.digests)
-            described = summary.of_rank_0() if save.group.rank == 0 else summary.of_other(opening, save.group.rank)
-            holds = tuple(key for key in summary.shared if summary.digests[key] == opening.keys.get(key))
-            replicas = summary.replicas(holds) if check_replicas else {}
-            mine = Contribution(described.specs, described.notes, holds, replicas)
-            everyone = collect(run.meeting, save.session.heard, opening, mine)
-            if everyone is not None:
-                _check_replicas([each.replicas for each in everyone])
-                everyone[0] = replace(everyone[0], specs=_with_common(everyone))
+    return begin_as_one(state, save, sharing, check_replicas=check_replicas).finish()
+
+
+def begin_as_one(
+    state: Mapping[str, Any], save: Save, sharing: MainRankSharing, *, check_replicas: bool = False
+) -> Saving:
+    """Begin a save like `save_as_one`, up to the point where tensors are read; everything else is captured by then.
+
+    Args and errors are those of `save_as_one`. Until the save has ended, no other one of the group can begin.
+    """
+
+    def prepare(run: _Run) -> _Prepared:
+        summary = _Summary(state, sharing, save.group.world_size)
+        opening = run.open(summary.digests)
+        described = summary.of_rank_0() if save.group.rank == 0 else summary.of_other(opening, save.group.rank)
+        holds = tuple(key for key in summary.shared if summary.digests[key] == opening.keys.get(key))
+        replicas = summary.replicas(holds) if check_replicas else {}
+        mine = Contribution(described.specs, described.notes, holds, replicas)
+        everyone = collect(run.meeting, save.session.heard, opening, mine)
         if everyone is None:
-            return run.take_part(opening, described)
-        return run.lead(opening, described, everyone, _holders(everyone))
+            return opening, described, None, None
+        _check_replicas([each.replicas for each in everyone])
+        everyone[0] = replace(everyone[0], specs=_with_common(everyone))
+        return opening, described, everyone, _holders(everyone)
+
+    return _begin(save, prepare)
 
 
 class _Summary:
@@ -263,18 +282,41 @@ def save_each(state: Mapping[str, Any], save: Save, sharing: Sharing) -> Stats:
         StorageError: The storage failed on some rank; what was there before is still there.
         SnapshotError: Another rank failed; the message names it.
     """
-    with _together(save) as run:
-        with run.meter.stage("plan"), no_garbage_collection():
-            opening = run.open({})
-            described = describe(state, sharing=sharing, world_size=save.group.world_size)
-            mine = Contribution(described.specs, described.notes)
-            everyone = collect(run.meeting, save.session.heard, opening, mine)
-        if everyone is None:
-            return run.take_part(opening, described)
-        return run.lead(opening, described, everyone, None)
+    return begin_each(state, save, sharing).finish()
+
+
+def begin_each(state: Mapping[str, Any], save: Save, sharing: Sharing) -> Saving:
+    """Begin a save like `save_each`, up to the point where tensors are read; everything else is captured by then.
+
+    Args and errors are those of `save_each`. Until the save has ended, no other one of the group can begin.
+    """
+
+    def prepare(run: _Run) -> _Prepared:
+        opening = run.open({})
+        described = describe(state, sharing=sharing, world_size=save.group.world_size)
+        mine = Contribution(described.specs, described.notes)
+        return opening, described, collect(run.meeting, save.session.heard, opening, mine), None
+
+    return _begin(save, prepare)
 
 
 # --- what both have in common ----------------------------------------------------------------------------------------
+
+
+def _begin(save: Save, prepare: "Callable[[_Run], _Prepared]") -> Saving:
+    with ExitStack() as stack:
+        run = stack.enter_context(_together(save))
+        with run.meter.stage("plan"), no_garbage_collection():
+            opening, described, everyone, holders = prepare(run)
+            if everyone is None:
+                transaction, files, publish = run.take_part(opening)
+            else:
+                transaction, files, publish = run.lead(opening, everyone, holders)
+            options = save.options
+            pool = save.session.pool(options, options.block_bytes)
+            means = Means(pool, options.block_bytes, options.threads, run.meter, SideStreams(), run.meeting.check)
+            writing = Writing(files, described.sources, transaction, means)
+        return Saving(writing, run.meter, publish, stack.pop_all())
 
 
 @contextmanager
@@ -291,6 +333,9 @@ def _together(save: Save) -> Iterator["_Run"]:
         if run is not None and run.transaction is not None:
             run.transaction.abort()
         raise
+
+
+_Publish: TypeAlias = Callable[[dict[str, FileRecord]], Stats]
 
 
 @dataclass(slots=True)
@@ -310,47 +355,45 @@ class _Run:
         return opening
 
     def lead(
-        self, opening: Opening, described: Described, everyone: Sequence[Contribution], holders: Holders | None
-    ) -> Stats:
-        """Plan, do this rank's part, and publish; on rank 0."""
+        self, opening: Opening, everyone: Sequence[Contribution], holders: Holders | None
+    ) -> tuple[Transaction, Sequence[FilePlan], _Publish]:
+        """Plan, and tell the other ranks; on rank 0."""
         options = self.save.options
-        with self.meter.stage("plan"), no_garbage_collection():
-            storage = self.save.open_storage(opening.path)
-            layout = Layout(opening.save_id, options.chunk_bytes, options.file_bytes)
-            plan = self.save.session.planner.plan([each.specs for each in everyone], layout, holders)
-            replaced = replaced_locations(storage)
-            transaction = self.transaction = storage.begin(opening.save_id)
-            parts = [Part(transaction.invitation, files) for files in plan.files]
-            distribute(self.meeting, self.save.session.heard, opening, parts)
-        receipts = hand_in(self.meeting, self._write(transaction, plan.files[0], described)) or {}
-        with self.meter.stage("commit"), no_garbage_collection():
-            for file in chain.from_iterable(plan.files[1:]):
-                transaction.adopt(file.location, file.size_bytes)
-            extension = _extension(opening.save_id, options, [each.notes for each in everyone], receipts)
-            manifest = Manifest("0.1.0", len(everyone), plan.entries, extension)
-            commit(transaction, storage, manifest, chain.from_iterable(plan.files), replaced)
-        return self._finish(opening)
+        storage = self.save.open_storage(opening.path)
+        layout = Layout(opening.save_id, options.chunk_bytes, options.file_bytes)
+        plan = self.save.session.planner.plan([each.specs for each in everyone], layout, holders)
+        notes = [each.notes for each in everyone]
+        replaced = replaced_locations(storage)
+        transaction = self.transaction = storage.begin(opening.save_id, claim=self.save.claim)
+        parts = [Part(transaction.invitation, files) for files in plan.files]
+        distribute(self.meeting, self.save.session.heard, opening, parts)
 
-    def take_part(self, opening: Opening, described: Described) -> Stats:
-        """Do this rank's part, and wait until rank 0 has published; on the other ranks."""
-        with self.meter.stage("plan"):
-            part = distribute(self.meeting, self.save.session.heard, opening, None)
-            storage = self.save.open_storage(opening.path)
-            transaction = self.transaction = storage.join(opening.save_id, part.invitation)
-        hand_in(self.meeting, self._write(transaction, part.files, described))
-        with self.meter.stage("commit"):
-            stats = self._finish(opening)
-        transaction.abort()  # a guest has nothing to publish, and nothing to remove
-        return stats
+        def publish(mine: dict[str, FileRecord]) -> Stats:
+            receipts = hand_in(self.meeting, mine) or {}
+            with self.meter.stage("commit"), no_garbage_collection():
+                for file in chain.from_iterable(plan.files[1:]):
+                    transaction.adopt(file.location, file.size_bytes)
+                extension = _extension(opening.save_id, options, notes, receipts)
+                manifest = Manifest("0.1.0", len(notes), plan.entries, extension)
+                commit(transaction, storage, manifest, chain.from_iterable(plan.files), replaced)
+            return self._finish(opening)
 
-    def _write(
-        self, transaction: Transaction, files: Sequence[FilePlan], described: Described
-    ) -> dict[str, FileRecord]:
-        options = self.save.options
-        pool = self.save.session.pool(options, options.block_bytes)
-        means = Means(pool, options.block_bytes, options.threads, self.meter, SideStreams(), self.meeting.check)
-        with self.meter.stage("write"):
-            return write_all(files, described.sources, transaction, means)
+        return transaction, plan.files[0], publish
+
+    def take_part(self, opening: Opening) -> tuple[Transaction, Sequence[FilePlan], _Publish]:
+        """Hear what rank 0 has planned; on the other ranks."""
+        part = distribute(self.meeting, self.save.session.heard, opening, None)
+        storage = self.save.open_storage(opening.path)
+        transaction = self.transaction = storage.join(opening.save_id, part.invitation)
+
+        def publish(mine: dict[str, FileRecord]) -> Stats:
+            hand_in(self.meeting, mine)
+            with self.meter.stage("commit"):
+                stats = self._finish(opening)
+            transaction.abort()  # a guest has nothing to publish, and nothing to remove
+            return stats
+
+        return transaction, part.files, publish
 
     def _finish(self, opening: Opening) -> Stats:
         self.meeting.broadcast("published")

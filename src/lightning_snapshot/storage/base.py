@@ -159,12 +159,13 @@ class Storage(Protocol):
         """
         ...
 
-    def begin(self, save_id: str) -> Transaction:
+    def begin(self, save_id: str, *, claim: bool = False) -> Transaction:
         """Start a save. Removes leftovers of dead saves to this place.
 
         Args:
             save_id: Unique name of the save: letters, digits, ``_`` and ``-``, but no ``ckpt_``, for which Lightning's
                 scans of a folder look.
+            claim: Let the place exist from now on, if nothing is there, so that nobody takes the name.
 
         Raises:
             NotASnapshotError: The place holds something that must not be overwritten.

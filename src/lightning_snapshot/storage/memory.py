@@ -96,7 +96,7 @@ class MemoryStorage:
             raise MissingDataError(msg)
         return _MemoryReader(f"{self._url}/{normalised}", self.files[normalised], self.operations)
 
-    def begin(self, save_id: str) -> "_MemoryTransaction":
+    def begin(self, save_id: str, *, claim: bool = False) -> "_MemoryTransaction":  # noqa: ARG002 - nobody lists places
         """Start a save.
 
         Raises:

@@ -32,6 +32,7 @@ from lightning_snapshot.storage.folders import (
     moved_path,
     refuse,
     remove_dead_saves,
+    remove_if_empty,
     remove_path,
     staging_path,
     unchanged_mtime,
@@ -65,18 +66,23 @@ class LocalTransaction:
         self._changed_folder = root.parent
         self._published = False
         self._is_guest = False
+        self._is_claim = False
 
-    def start(self, *, inside: bool) -> None:
+    def start(self, *, inside: bool, claim: bool = False) -> None:
         """Create the folders of the save and take its lock.
 
         Args:
-            inside: Build inside the snapshot folder, which exists, rather than beside it.
+            inside: Build inside the snapshot folder rather than beside it.
+            claim: That folder does not exist yet, or is empty: make it, and remove it if the save fails.
 
         Raises:
             OSError: The operating system refused; `abort` removes what there is.
         """
         if inside:
             self._stage = self._root
+            if claim:
+                make_folders(self._posix, self._root)
+                self._is_claim = True
             self._start_inside()
             return
         make_folders(self._posix, self._root.parent)
@@ -173,6 +179,10 @@ class LocalTransaction:
         for path in self._leftovers:
             with warn_only(f"remove {path}"):
                 remove_path(self._posix, path)
+        if self._is_claim and not self._published:
+            with warn_only(f"remove {self._root}"):
+                for folder in (self._root / DATA_FOLDER, self._root):
+                    remove_if_empty(self._posix, folder)
 
     def _unlock(self) -> None:
         while self._locks:
