@@ -59,6 +59,8 @@ class SideStreams:
 
     def _stream(self, device: torch.device) -> Any:
         """The side stream of a device; ``None`` for one without streams, on which every copy is complete at once."""
+        if device.type == "meta":  # has no module at all
+            return None
         module = self._module_of(device)
         if not hasattr(module, "Stream"):
             return None

@@ -85,9 +85,14 @@ def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
         for worker in workers:
             if worker.ident is not None:
                 worker.join()
+        errors.clear()
         raise
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            # Else the error would lead to itself, and all that its traceback holds would stay for a while.
+            errors.clear()
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -179,6 +184,8 @@ class _Reads:
     def close(self) -> None:
         for file in self.files:
             file.close()
+        # They lead back here, and from here it goes to all tensors: those must not have to wait to be collected.
+        self.files.clear()
 
     def check_size(self, fetches: Sequence[Fetch]) -> int:
         """Length of a file, which must hold all of ``fetches``."""
@@ -353,7 +360,8 @@ def _merged(moves: Sequence[_Move], limit_bytes: int) -> list[_Stretch]:
     stretches: list[_Stretch] = []
     for move in moves:
         fetch, last = move.fetch, stretches[-1] if stretches else None
-        if last and fetch.begin_bytes - last[1] <= _MERGE_GAP_BYTES and fetch.end_bytes - last[0] <= limit_bytes:
+        is_near = last and last[0] <= fetch.begin_bytes <= last[1] + _MERGE_GAP_BYTES
+        if last and is_near and fetch.end_bytes - last[0] <= limit_bytes:
             last[2].append(move)
             stretches[-1] = (last[0], max(last[1], fetch.end_bytes), last[2])
             continue

@@ -21,6 +21,11 @@ __all__ = [
     "whole",
 ]
 
+# Tensors in pieces are cut along one or two dimensions; checking them takes twice the time for each further one.
+_MAX_CUT_DIMENSIONS = 6
+# Pieces that are compared with each other to say which overlap.
+_MAX_COMPARED = 1000
+
 
 class Box(msgspec.Struct, frozen=True, gc=False):
     """The half-open box ``[offsets[d], offsets[d] + sizes[d])`` in every dimension ``d``."""
@@ -136,18 +141,20 @@ def box_of_index(shape: Sequence[int], index: object) -> tuple[Box, tuple[int, .
         IndexError: It is out of range, or has too many dimensions.
     """
     given = list(index) if isinstance(index, tuple) else [index]
-    if given.count(Ellipsis) > 1 or len(given) - given.count(Ellipsis) > len(shape):
+    # Not given.index(...), because arrays have their own idea of equality.
+    ellipses = [position for position, item in enumerate(given) if item is ...]
+    if len(ellipses) > 1 or len(given) - len(ellipses) > len(shape):
         msg = f"expected at most {len(shape)} dimensions and one ..., found {index!r}"
         raise IndexError(msg)
-    at = given.index(Ellipsis) if Ellipsis in given else len(given)
-    given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + given.count(Ellipsis))
+    at = ellipses[0] if ellipses else len(given)
+    given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + len(ellipses))
     offsets, sizes, removed = [], [], []
     for dimension, (item, size) in enumerate(zip(given, shape, strict=True)):
         if isinstance(item, slice):
-            begin, end, step = item.indices(size)
-            if step != 1:
+            if item.step not in (None, 1):
                 msg = f"expected slices with step 1, found {item}"
                 raise TypeError(msg)
+            begin, end, _ = item.indices(size)
             offsets.append(begin)
             sizes.append(max(0, end - begin))
         elif type(item) is int:
@@ -196,14 +203,38 @@ def find_tiling_defect(shape: Sequence[int], boxes: Sequence[Box]) -> str | None
         if not inside:
             return f"the piece at {list(offsets)} of sizes {list(sizes)} leaves the shape {list(shape)}"
     solid = [Box(offsets, sizes) for offsets, sizes in unique if prod(sizes)]
-    for position, box in enumerate(solid):
-        for other in solid[position + 1 :]:
+    if not frame.volume or _add_up_to(frame, solid):
+        return None
+    covered = sum(box.volume for box in solid)
+    few = solid[:_MAX_COMPARED]
+    for position, box in enumerate(few):
+        for other in few[position + 1 :]:
             # Sorted by offsets: once a box starts behind this one in dimension 0, so do all that follow.
-            if shape and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+            if other.offsets[0] >= box.offsets[0] + box.sizes[0]:
                 break
             if intersect(box, other):
                 return f"the pieces at {list(box.offsets)} and {list(other.offsets)} overlap"
-    covered = sum(box.volume for box in solid)
     if covered != frame.volume:
         return f"the pieces hold {covered} of {frame.volume} elements"
-    return None
+    return f"some of its {len(solid)} pieces overlap, or they cut it along more than {_MAX_CUT_DIMENSIONS} dimensions"
+
+
+def _add_up_to(frame: Box, boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside a frame hold each of its elements exactly once.
+
+    With a sign that changes along every edge, the corners of boxes cancel out where boxes meet. What is left determines
+    how often each element is held: once each, if only the corners of the frame are left. Comparing all boxes with each
+    other would take hours for as many as a hostile manifest may have.
+    """
+    cut = [dimension for dimension, size in enumerate(frame.sizes) if any(b.sizes[dimension] != size for b in boxes)]
+    if len(cut) > _MAX_CUT_DIMENSIONS:
+        return False
+    corners: dict[tuple[int, ...], int] = {}
+    for box, weight in [(frame, -1), *((box, 1) for box in boxes)]:
+        signed: dict[tuple[int, ...], int] = {(): weight}
+        for dimension in cut:
+            begin, end = box.offsets[dimension], box.offsets[dimension] + box.sizes[dimension]
+            signed = {(*at, edge): sign * s for at, sign in signed.items() for edge, s in ((begin, 1), (end, -1))}
+        for at, sign in signed.items():
+            corners[at] = corners.get(at, 0) + sign
+    return bool(boxes) and not any(corners.values())

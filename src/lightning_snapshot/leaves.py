@@ -187,7 +187,8 @@ class LeafReader:
                 objects_at[path] = entry.location, entry.byte_range
             else:
                 wanted = self._wanted(path, _tensor_entry(path, entry), notes)
-                tensor = self._map(path, wanted) if self.request.mmap else None
+                is_new = path not in self.request.targets
+                tensor = self._map(path, wanted) if self.request.mmap and is_new else None
                 if tensor is None:
                     self._tensors[path] = wanted
                 else:
@@ -246,7 +247,8 @@ class LeafReader:
             msg = f"{unknown[0].path}: expected a record of its file {unknown[0].location}, found none"
             raise MetadataError(msg)
         streams = SideStreams()
-        streams.follow({tensor.device for tensor in self._fillable.values()} | {self.request.device})
+        given = [*self._fillable.values(), *(target.tensor for target in self._memory.values())]
+        streams.follow({tensor.device for tensor in given} | {self.request.device})
         pool = self.request.session.pool(self.request.options, block_bytes)
         means = Means(pool, block_bytes, self.request.options.threads, self.request.meter, streams)
         return read_all(plan, self._target, self.storage, records, means, verify=self.request.options.verify)

@@ -106,6 +106,11 @@ class BufferPool:
         self._changed = threading.Condition()
 
     @property
+    def limit_bytes(self) -> int:
+        """Most memory that all buffers together can have."""
+        return self._limit * self.block_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Memory of all buffers that exist now."""
         return (self._limit - self._unmade) * self.block_bytes

@@ -63,10 +63,15 @@ class PendingSave:
     """A save that goes on in a thread of its own. Any thread may ask how it does.
 
     The thread is no daemon: a program that ends waits for it.
+
+    Args:
+        saving: What has begun.
+        then: Called in that thread when the save has ended, with what made it fail, before anybody who waits goes on.
     """
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: Saving, then: Callable[[BaseException | None], None] | None = None) -> None:
         self._saving = saving
+        self._then = then
         self._future: Future[Stats] = Future()
         self._thread = threading.Thread(target=self._work, name="lightning-snapshot-save")
 
@@ -111,8 +116,19 @@ class PendingSave:
 
     def _work(self) -> None:
         try:
-            stats = self._saving.finish()
+            stats = self._finish()
         except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
             self._future.set_exception(error)
         else:
             self._future.set_result(stats)
+
+    def _finish(self) -> Stats:
+        try:
+            stats = self._saving.finish()
+        except BaseException as error:
+            if self._then is not None:
+                self._then(error)
+            raise
+        if self._then is not None:
+            self._then(None)
+        return stats

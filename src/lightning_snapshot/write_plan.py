@@ -173,7 +173,7 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
         end_bytes: End (exclusive).
         own_file: It must be alone in its file.
         replicated: Its entry is stored once, under rank 0.
-        digest: Blobs of a rank with the same one share a file.
+        digest: Blobs with the same one share a file.
     """
 
     path: str
@@ -229,7 +229,7 @@ class Planner:
             holders == holders_before
             and layout == replace(layout_before, save_id=layout.save_id)
             and len(specs) == len(specs_before)
-            and all(map(_is_alike, specs, specs_before))
+            and all(_is_alike(now, before, specs[0]) for now, before in zip(specs, specs_before, strict=True))
         )
         if is_alike:
             plan = _renamed(plan_before, specs, layout_before.save_id, layout.save_id)
@@ -239,7 +239,7 @@ class Planner:
         return plan
 
 
-def _is_alike(specs: RankSpecs, before: RankSpecs) -> bool:
+def _is_alike(specs: RankSpecs, before: RankSpecs, of_rank_0: RankSpecs) -> bool:
     """Whether the same data has to be written; the entries, which hold values, may differ."""
     if len(specs) != len(before):
         return False
@@ -251,6 +251,8 @@ def _is_alike(specs: RankSpecs, before: RankSpecs) -> bool:
                 return False
         elif type(spec) is not type(spec_before) or _is_replicated(spec) != _is_replicated(spec_before):
             return False
+        elif specs is not of_rank_0 and _is_replicated(spec) and spec != of_rank_0.get(path):
+            return False  # `plan_write` refuses it
     return True
 
 
@@ -381,8 +383,10 @@ def _check_replica(path: str, first: _Spec, spec: _Spec, rank: int) -> None:
 
 
 def _common(spec: _Spec) -> object:
-    """What must be equal on all ranks. Equal objects may be pickled to different bytes."""
-    return msgspec.structs.replace(spec, size_bytes=0, digest="") if isinstance(spec, BlobSpec) else spec
+    """What must be equal on all ranks. Equal objects may be pickled to different bytes, and ties are a rank's own."""
+    if isinstance(spec, BlobSpec):
+        return msgspec.structs.replace(spec, size_bytes=0, digest="")
+    return msgspec.structs.replace(spec, tied_to="", is_tied=False) if isinstance(spec, TensorSpec) else spec
 
 
 def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
@@ -457,13 +461,13 @@ def _place(
 ) -> tuple[_Places, tuple[tuple[FilePlan, ...], ...]]:
     ranks = [_RankFiles(f".data/{layout.save_id}/{rank}_", layout.file_bytes) for rank in range(world_size)]
     places: dict[tuple[str, int], list[_Place]] = {}
-    blobs: dict[tuple[int, str], _Place] = {}
+    blobs: dict[str, _Place] = {}
     for part, rank in zip(parts, writers, strict=True):
-        place = blobs.get((rank, part.digest)) if part.digest else None
+        place = blobs.get(part.digest) if part.digest else None
         if place is None:
             place = ranks[rank].put(part)
         if part.digest:
-            blobs[rank, part.digest] = place
+            blobs[part.digest] = place
         places.setdefault((part.path, 0 if part.replicated else rank), []).append(place)
     for files in ranks:
         files.close()
@@ -477,7 +481,10 @@ def _entries(specs: Sequence[RankSpecs], places: _Places) -> dict[str, Entry]:
             if rank and _is_replicated(spec):
                 continue  # one copy, under rank 0 (FORMAT 7.4)
             if isinstance(spec, TensorSpec):
-                entries[f"{rank}/{path}"] = _tensor_entry(spec, places.get((spec.tied_to or path, rank), ()))
+                first = spec.tied_to or path
+                # What is tied to a replicated tensor shows where that was written, under whichever rank it is itself.
+                owner = 0 if _is_replicated(spec_of[first]) else rank
+                entries[f"{rank}/{path}"] = _tensor_entry(spec, places.get((first, owner), ()))
             elif isinstance(spec, BlobSpec):
                 entries[f"{rank}/{path}"] = _blob_entry(spec, places[path, rank][0].location)
             else:

@@ -1,13 +1,23 @@
-"""The pool of staging buffers: never more than the budget, nothing lost on errors."""
+"""The pool of staging buffers: never more than the budget, nothing lost on errors. Copies of memory."""
 
+import gc
+import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_snapshot.memory import Buffer, BufferPool
+from lightning_snapshot.memory import (
+    Buffer,
+    BufferPool,
+    advise_huge_pages,
+    copy_memory,
+    memory_at,
+    no_garbage_collection,
+)
 
 PATIENCE_SECONDS = 30
 
@@ -96,3 +106,81 @@ def test_a_buffer_that_cannot_be_made_does_not_count():
     for _ in range(3):
         with pytest.raises((OSError, OverflowError, MemoryError)), pool.buffer():
             pass
+
+
+def test_a_pool_tells_what_it_holds():
+    pool = BufferPool(200, 64)
+    assert (pool.reserved_bytes, pool.used_bytes) == (0, 0)
+    with pool.buffer(), pool.buffer():
+        assert (pool.reserved_bytes, pool.used_bytes) == (128, 128)
+    assert (pool.reserved_bytes, pool.used_bytes) == (128, 0)
+    with pool.buffer():
+        assert (pool.reserved_bytes, pool.used_bytes) == (128, 64)
+        pool.release()
+        assert (pool.reserved_bytes, pool.used_bytes) == (64, 64)
+    pool.release()
+    assert (pool.reserved_bytes, pool.used_bytes) == (0, 0)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 64 * 1024, 64 * 1024 + 1, 5 * 1024 * 1024 + 3])
+def test_memory_is_copied_and_nothing_beside_it(size):
+    source = torch.randint(256, (size + 20,), dtype=torch.uint8)
+    target = torch.zeros(size + 20, dtype=torch.uint8)
+    copy_memory(target.data_ptr() + 7, source.data_ptr() + 3, size)
+    assert torch.equal(target[7 : 7 + size], source[3 : 3 + size])
+    assert not target[:7].any()
+    assert not target[7 + size :].any()
+
+
+def test_an_address_shows_the_memory_itself():
+    tensor = torch.arange(100, dtype=torch.uint8)
+    view = memory_at(tensor.data_ptr() + 10, 20)
+    assert bytes(view) == bytes(range(10, 30))
+    view[0] = 99
+    assert tensor[10] == 99
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages")
+@pytest.mark.parametrize("size", [0, 1, 4 * 1024 * 1024 - 1, 4 * 1024 * 1024, 9 * 1024 * 1024 + 5])
+def test_advice_changes_no_byte(size):
+    tensor = torch.ones(size + 1, dtype=torch.uint8)[1:]
+    advise_huge_pages(tensor)
+    assert tensor.sum() == size
+
+
+# --- garbage collection -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _collector():
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_collector")
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_put_back(is_enabled):
+    if not is_enabled:
+        gc.disable()
+    with no_garbage_collection():
+        assert not gc.isenabled()
+        with no_garbage_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() == is_enabled
+    with pytest.raises(KeyboardInterrupt), no_garbage_collection(), no_garbage_collection():
+        raise KeyboardInterrupt
+    assert gc.isenabled() == is_enabled
+
+
+@pytest.mark.usefixtures("_collector")
+def test_threads_that_overlap_leave_the_garbage_collector_on():
+    first, second = no_garbage_collection(), no_garbage_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.isenabled()

@@ -221,3 +221,20 @@ def states() -> st.SearchStrategy[dict[str, Any]]:
         )
 
     return st.dictionaries(st.text(max_size=4), st.recursive(leaves, containers, max_leaves=10), max_size=3)
+
+
+@st.composite
+def basic_indices(draw: Any, shape: tuple[int, ...]) -> Any:
+    """Indices as in ``tensor[index]`` that select a box: integers, slices with step 1, and an ellipsis."""
+    head = draw(st.integers(0, len(shape)))
+    tail = draw(st.integers(0, len(shape) - head))
+
+    def item(size: int) -> int | slice:
+        number = st.integers(-size, size - 1) if size else st.nothing()
+        ends = st.none() | st.integers(-2 * size - 2, 2 * size + 2)
+        return draw(number | st.builds(slice, ends, ends, st.sampled_from([None, 1])))
+
+    items: list[Any] = [item(size) for size in shape[:head]]
+    if tail or draw(st.booleans()):
+        items += [..., *(item(size) for size in shape[len(shape) - tail :])]
+    return items[0] if len(items) == 1 and draw(st.booleans()) else tuple(items)

@@ -1,22 +1,26 @@
 """Boxes: every property is checked against sets of index tuples."""
 
 import re
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_snapshot.geometry import (
     Box,
+    box_of_index,
     boxes_of_flat_range,
     find_tiling_defect,
     flat_cover,
     intersect,
+    rows_apart,
     split_first_dimension,
     whole,
 )
+from tests.engine.strategies import basic_indices
 
 SIZES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -74,6 +78,60 @@ def test_the_flat_cover_is_the_smallest_range_that_holds_a_box(data, sizes):
     order = {cell: index for index, cell in enumerate(cells(whole(sizes)))}
     positions = [order[cell] for cell in cells(box)]
     assert flat_cover(sizes, box) == (min(positions), max(positions) + 1)
+
+
+@given(st.data(), SIZES, st.integers(1, 40))
+def test_a_box_is_cut_where_much_lies_between_its_elements_and_only_there(data, sizes, min_gap):
+    box = data.draw(boxes_in(sizes, smallest=1))
+    parts = list(rows_apart(sizes, box, min_gap))
+    assert [cell for part in parts for cell in cells(part)] == cells(box)
+    order = {cell: index for index, cell in enumerate(cells(whole(sizes)))}
+    for part in parts:
+        positions = [order[cell] for cell in cells(part)]
+        assert all(after - before <= min_gap for before, after in pairwise(positions))
+    # Nobody cuts along rows that are short, or wanted as a whole.
+    if prod(sizes[1:]) < min_gap or box.sizes[1:] == sizes[1:]:
+        assert parts == [box]
+
+
+@given(st.data(), st.lists(st.integers(0, 4), max_size=4).map(tuple))
+def test_an_index_selects_what_numpy_selects(data, shape):
+    index = data.draw(basic_indices(shape))
+    array = numpy.arange(prod(shape)).reshape(shape)
+    box, removed = box_of_index(shape, index)
+    assert len(box.sizes) == len(shape)
+    selected = array[box.slices]
+    assert selected.shape == box.sizes
+    assert numpy.array_equal(selected.squeeze(removed), array[index])
+    assert selected.squeeze(removed).shape == numpy.shape(array[index])
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        ((0, 0, 0), IndexError, "expected at most 2 dimensions and one ..., found (0, 0, 0)"),
+        ((0, ..., 0, 0), IndexError, "expected at most 2 dimensions"),
+        ((..., ...), IndexError, "expected at most 2 dimensions and one ..."),
+        (4, IndexError, "dimension 0 has 4 elements, found the index 4"),
+        ((slice(None), -4), IndexError, "dimension 1 has 3 elements, found the index -4"),
+        (slice(None, None, 2), TypeError, "expected slices with step 1, found slice(None, None, 2)"),
+        (slice(None, None, -1), TypeError, "expected slices with step 1"),
+        (slice(None, None, 0), TypeError, "expected slices with step 1"),
+        (slice("a"), TypeError, "slice indices must be integers"),
+        (None, TypeError, "expected integers, slices and ..., found None"),
+        ((0, None), TypeError, "found None"),
+        (True, TypeError, "found True"),
+        ([0, 1], TypeError, "found [0, 1]"),
+        (1.0, TypeError, "found 1.0"),
+        ("0", TypeError, "found '0'"),
+        (numpy.array([True, False, True, False]), TypeError, "found array"),
+        ((numpy.array([0, 1]), 1), TypeError, "found array"),
+    ],
+)  # fmt: skip
+def test_an_index_that_selects_no_box_is_refused(index, error, message):
+    with pytest.raises(error) as caught:
+        box_of_index((4, 3), index)
+    assert message in str(caught.value)
 
 
 @given(st.data(), SIZES)

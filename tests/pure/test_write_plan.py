@@ -1,5 +1,6 @@
 """Plans of saves. Several ranks are several specs in one call."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -23,7 +24,7 @@ from lightning_snapshot.manifest import (
     ShardedTensorEntry,
     TensorEntry,
 )
-from lightning_snapshot.write_plan import BlobSpec, FilePlan, Layout, Piece, TensorSpec, plan_write
+from lightning_snapshot.write_plan import BlobSpec, FilePlan, Layout, Piece, Planner, TensorSpec, plan_write
 
 SMALL = Layout("s", chunk_bytes=256, file_bytes=1024)
 LARGE = Layout("s", chunk_bytes=2**29, file_bytes=2**30)
@@ -232,18 +233,36 @@ def test_tied_tensors_share_a_file_of_their_own():
     assert [(file.location, file.size_bytes) for file in plan.files[0]] == [(".data/s/0_0", 12), (".data/s/0_1", 12)]
 
 
-def test_equal_blobs_of_a_rank_share_a_file():
+def test_equal_blobs_share_a_file():
     specs = {
         "a": BlobSpec(5, "x", "builtins.set"),
         "b": BlobSpec(5, "y", dtype="torch.qint8", shape=(3,)),
         "c": BlobSpec(5, "x", "builtins.set"),
     }
     plan = plan_write([specs, specs], LARGE)
-    assert plan.entries["1/c"] == plan.entries["1/a"] == ObjectEntry(".data/s/1_0", "torch_save", "builtins.set", False)
-    assert plan.entries["1/b"] == TensorEntry(".data/s/1_1", "torch_save", "torch.qint8", (3,), False)
+    for rank in "01":
+        entry = ObjectEntry(".data/s/0_0", "torch_save", "builtins.set", False)
+        assert plan.entries[f"{rank}/c"] == plan.entries[f"{rank}/a"] == entry
+        assert plan.entries[f"{rank}/b"] == TensorEntry(".data/s/0_1", "torch_save", "torch.qint8", (3,), False)
     assert [[file.pieces for file in files] for files in plan.files] == [
-        [(Piece("a", 0, 5, 0),), (Piece("b", 0, 5, 0),)]
-    ] * 2
+        [(Piece("a", 0, 5, 0),), (Piece("b", 0, 5, 0),)],
+        [],
+    ]
+
+
+def test_what_is_tied_to_a_replicated_tensor_shows_the_one_copy_on_every_rank():
+    specs = {
+        "shared": tensor(3, replicated=True, is_tied=True),
+        "own": tensor(3, tied_to="shared", is_tied=True),
+        "first": tensor(4, is_tied=True),
+        "again": tensor(4, replicated=True, tied_to="first", is_tied=True),
+    }
+    alone = {**specs, "own": tensor(3)}  # ties need not be the same everywhere
+    plan = plan_write([specs, specs, alone], LARGE)
+    place = plan.entries["0/shared"].location
+    assert [plan.entries[f"{rank}/own"].location == place for rank in range(3)] == [True, True, False]
+    assert plan.entries["0/again"].location == plan.entries["0/first"].location
+    assert sum(file.size_bytes for files in plan.files for file in files) == 3 * 4 + 3 * 4 * 4 + 3 * 4
 
 
 def test_replicated_values_have_one_entry_under_rank_0():
@@ -381,6 +400,113 @@ def test_replicated_blobs_may_differ_in_their_bytes():
 def test_no_rank_and_no_values_give_an_empty_plan():
     assert plan_write([{}, {}], LARGE).files == ((), ())
     assert plan_write([{}], LARGE).entries == {}
+
+
+@given(
+    st.integers(2, 8),
+    st.lists(st.tuples(st.integers(1, 60_000), st.sampled_from([256, 1000, 4096])), min_size=1, max_size=12),
+    st.integers(0, 2**20),
+)
+def test_what_all_ranks_hold_is_cut_so_that_each_writes_the_same(world_size, sizes, surplus):
+    specs = {str(number): TensorSpec("torch.uint8", 1, size, replicated=True) for number, size in enumerate(sizes)}
+    missing = world_size * 32 * 2**20 - sum(map(prod, sizes)) + surplus
+    if missing > 0:
+        specs["rest"] = TensorSpec("torch.uint8", 1, (-(-missing // 512), 512), replicated=True)
+    plan = plan_write([specs] * world_size, LARGE)
+    loads = [sum(piece.size_bytes for file in files for piece in file.pieces) for files in plan.files]
+    assert sum(loads) == sum(prod(spec.shape) for spec in specs.values())
+    assert max(loads) <= 1.1 * min(loads)
+
+
+# --- one save after another -------------------------------------------------------------------------------------------
+
+
+def with_other_values(specs: list[dict], value: str) -> list[dict]:
+    """The same structure and data, as after some steps of a training."""
+    changed = {DictEntry: DictEntry([value, 7]), PrimitiveEntry: PrimitiveEntry("int", value, False)}
+    shared = PrimitiveEntry("str", f"shared {value}", True)
+    return [{**{path: changed.get(type(spec), spec) for path, spec in of.items()}, "shared": shared} for of in specs]
+
+
+@given(worlds(), LAYOUTS, st.lists(st.tuples(st.sampled_from(["s", "t", "0_0"]), st.sampled_from("123")), max_size=4))
+def test_a_plan_that_is_used_again_is_the_plan_of_the_new_specs(specs, layout, steps):
+    planner, pieces = Planner(), None
+    for save_id, value in [("s", "0"), *steps]:
+        now, layout = with_other_values(specs, value), dataclasses.replace(layout, save_id=save_id)
+        plan = planner.plan(now, layout)
+        assert plan == plan_write(now, layout)
+        assert list(plan.entries) == list(plan_write(now, layout).entries)
+        before, pieces = pieces, [id(file.pieces) for files in plan.files for file in files]
+        assert before in (None, pieces)  # it was not made anew
+
+
+def change_first(kind: type, **fields):
+    """A change of the first spec of a kind on the last rank."""
+
+    def change(specs: list[dict]) -> None:
+        for path, spec in specs[-1].items():
+            if type(spec) is kind:
+                specs[-1][path] = replace(spec, **fields)
+                return
+
+    return change
+
+
+CHANGES = {
+    "a value less": lambda specs: specs[-1].popitem(),
+    "a value more": lambda specs: specs[-1].update(new=tensor(3)),
+    "a primitive more": lambda specs: specs[0].update(new=PrimitiveEntry("int", "1", False)),
+    "another name": lambda specs: specs[-1].update(new=specs[-1].pop("m/i")),
+    "another order": lambda specs: specs[-1].update(m=specs[-1].pop("m")),
+    "another kind": lambda specs: specs[-1].update({"m/i": DictEntry([])}),
+    "a tensor now": lambda specs: specs[-1].update({"m/i": tensor(5)}),
+    "replicated now": lambda specs: [of.update({"m/i": PrimitiveEntry("int", "1", True)}) for of in specs],
+    "a rank more": lambda specs: specs.append({}),
+    "one rank": lambda specs: specs.__delitem__(slice(1, None)),
+    "another shape": change_first(TensorSpec, shape=(7, 3), box=None),
+    "another dtype": change_first(TensorSpec, dtype="torch.uint16"),
+    "wider elements": change_first(TensorSpec, item_bytes=32),
+    "tied": change_first(TensorSpec, is_tied=True),
+    "replicated": change_first(TensorSpec, replicated=True),
+    "another blob": change_first(BlobSpec, digest="new"),
+    "a longer blob": change_first(BlobSpec, size_bytes=601),
+    "an object of another class": change_first(BlobSpec, obj_type="x.Y"),
+}
+
+
+def outcome(plan, *arguments):
+    try:
+        return plan(*arguments)
+    except UnsupportedValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@settings(max_examples=30)
+@given(specs=worlds(), layout=LAYOUTS)
+def test_a_change_of_the_structure_gives_a_new_plan(change, specs, layout):
+    planner = Planner()
+    planner.plan(specs, layout)
+    changed = [dict(of) for of in specs]
+    CHANGES[change](changed)
+    expected = outcome(plan_write, changed, layout)
+    assert outcome(planner.plan, changed, layout) == expected
+    # An error changes nothing for the saves after it.
+    assert planner.plan(specs, layout) == plan_write(specs, layout)
+
+
+@given(worlds(), st.lists(LAYOUTS, min_size=2, max_size=3))
+def test_another_layout_gives_a_new_plan(specs, layouts):
+    planner = Planner()
+    for layout in layouts:
+        assert planner.plan(specs, layout) == plan_write(specs, layout)
+
+
+def test_replicated_values_that_differ_are_noticed_also_when_a_plan_is_used_again():
+    planner = Planner()
+    planner.plan([{"epoch": PrimitiveEntry("int", "1", True)}] * 2, LARGE)
+    with pytest.raises(UnsupportedValueError, match=r"epoch: marked replicated, but rank 0 has .*'2'.* 1 has .*'3'"):
+        planner.plan([{"epoch": PrimitiveEntry("int", value, True)} for value in "23"], LARGE)
 
 
 PROGRAM = """
