@@ -14,6 +14,8 @@
     ├── UnsafeObjectError          (UnpicklingError)     a value needs code that is not on the allow-list
     ├── UnsupportedValueError      (TypeError)           a value cannot be stored
     ├── UnsupportedFeatureError    (NotImplementedError) this version cannot do that
+    ├── RankError                  (RuntimeError)        another rank failed, or the ranks do not act together
+    │   └── RankTimeoutError       (TimeoutError)        a rank did not come, or shows no sign of life
     └── StorageError               (OSError)             the storage refused; ``errno`` says why
         └── StoragePermissionError (PermissionError)
 
@@ -21,7 +23,9 @@ Each message names the place, what was expected, what was found and what to do. 
 builtin that a caller would reach for, so ``except FileNotFoundError`` keeps working.
 """
 
+import json
 import pickle
+import traceback
 from typing import NoReturn
 
 __all__ = [
@@ -31,6 +35,8 @@ __all__ = [
     "MetadataError",
     "MissingDataError",
     "NotASnapshotError",
+    "RankError",
+    "RankTimeoutError",
     "SnapshotError",
     "SnapshotNotFoundError",
     "StorageError",
@@ -39,8 +45,12 @@ __all__ = [
     "UnsafeObjectError",
     "UnsupportedFeatureError",
     "UnsupportedValueError",
+    "error_from_report",
     "raise_storage_error",
+    "report_of_error",
 ]
+
+_REPORT_CHARACTERS = 20_000  # some libraries put whole tensors into their messages
 
 
 class SnapshotError(Exception):
@@ -95,6 +105,14 @@ class UnsupportedFeatureError(SnapshotError, NotImplementedError):
     """This version does not offer what was asked for."""
 
 
+class RankError(SnapshotError, RuntimeError):
+    """Another rank failed for a reason that is not in this tree, or the ranks do not act together."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """A rank did not come, or shows no sign of life any more."""
+
+
 class StorageError(SnapshotError, OSError):
     """The storage refused an operation (disk full, input/output error, …)."""
 
@@ -116,3 +134,31 @@ def raise_storage_error(operation: str, path: str, error: OSError) -> NoReturn:
     """
     kind = StoragePermissionError if isinstance(error, PermissionError) else StorageError
     raise kind(error.errno, f"could not {operation} {path}: {error.strerror or error}") from error
+
+
+def report_of_error(rank: int, error: BaseException) -> str:
+    """What the other ranks have to know of an error, as text; `error_from_report` reads it.
+
+    Args:
+        rank: Where it was raised.
+        error: Of this tree or any other.
+    """
+    kind = next((base.__name__ for base in type(error).__mro__ if base.__module__ == __name__), None)
+    number = None
+    if kind is None:
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    elif isinstance(error, OSError) and error.errno is not None:
+        number, text = error.errno, str(error.strerror)
+    else:
+        text = str(error)
+    return json.dumps({"rank": rank, "kind": kind, "errno": number, "text": text[:_REPORT_CHARACTERS]})
+
+
+def error_from_report(report: str | bytes) -> SnapshotError:
+    """The error to raise on a rank that hears of another one's: of the same class if that is in this tree."""
+    found = json.loads(report)
+    if found["kind"] is None:
+        return RankError(f"rank {found['rank']} raised {found['text']}")
+    kind: type[SnapshotError] = globals()[found["kind"]]
+    text = f"rank {found['rank']}: {found['text']}"
+    return kind(text) if found["errno"] is None else kind(found["errno"], text)
