@@ -50,6 +50,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
     assert ours == in_checkout
     assert Path("lightning_snapshot/py.typed") in ours
     assert {file.parts[0] for file in files} == {
+        "bin",
         "lightning_snapshot",
         f"lightning_snapshot-{_distribution(installed).version}.dist-info",
     }
@@ -66,7 +67,13 @@ def test_the_wheel_names_its_dependencies_but_no_lightning(installed: Path) -> N
     required = sorted(line.split(">")[0].lower() for line in requirements if "extra ==" not in line)
     assert required == ["fsspec", "msgspec", "pyyaml", "torch", "xxhash"]
     extras = _distribution(installed).metadata.get_all("Provides-Extra")
-    assert {"lightning", "pytorch-lightning"} <= set(extras or [])
+    assert {"cli", "lightning", "pytorch-lightning"} <= set(extras or [])
+
+
+def test_the_wheel_has_the_command(installed: Path) -> None:
+    (script,) = _distribution(installed).entry_points.select(group="console_scripts")
+    assert (script.name, script.value) == ("lightning-snapshot", "lightning_snapshot.cli:main")
+    assert (installed / "bin" / "lightning-snapshot").is_file()
 
 
 def test_the_installed_package_imports(installed: Path, tmp_path: Path) -> None:

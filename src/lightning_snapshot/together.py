@@ -5,6 +5,7 @@ rank 0 ─commit→ ``.snapshot_metadata``. A rank that fails makes all of them 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from lightning_snapshot import __version__, tensors
 from lightning_snapshot.commit import commit, replaced_locations
 from lightning_snapshot.describe import Described, Sharing, describe
 from lightning_snapshot.devices import SideStreams
-from lightning_snapshot.errors import UnsupportedValueError
+from lightning_snapshot.errors import RankError, UnsupportedValueError
 from lightning_snapshot.exchange import Contribution, Opening, Part, collect, distribute, hand_in, open_save
 from lightning_snapshot.execute import Means
 from lightning_snapshot.group import Group, Meeting
@@ -38,6 +39,7 @@ __all__ = ["MainRankSharing", "Save", "begin_as_one", "begin_each", "save_as_one
 
 _SUBJECT = "save a snapshot"
 _MAX_NAMED = 5
+_LEAVES = (PrimitiveEntry, BlobSpec, TensorSpec)
 _logger = logging.getLogger("lightning_snapshot")
 
 
@@ -245,7 +247,7 @@ def _with_common(everyone: Sequence[Contribution]) -> RankSpecs:
     own = {root for each in everyone[1:] for root in each.notes.roots}
 
     def marked(path: str, spec: Any) -> Any:
-        if not isinstance(spec, (PrimitiveEntry, BlobSpec, TensorSpec)) or spec.replicated or _is_spread(spec):
+        if not isinstance(spec, _LEAVES) or spec.replicated or _is_spread(spec):
             return spec
         if decode_key(path.partition("/")[0]) in own:
             return spec
@@ -264,15 +266,16 @@ def _holders(everyone: Sequence[Contribution]) -> Holders:
 # --- states of which each rank has its own ---------------------------------------------------------------------------
 
 
-def save_each(state: Mapping[str, Any], save: Save, sharing: Sharing) -> Stats:
+def save_each(get_state: Callable[[], Mapping[str, Any]], save: Save, sharing: Sharing) -> Stats:
     """Save what each rank has, each under its own number, except for what is shared.
 
     Called on all ranks of the group; returns on each when the snapshot is published.
 
     Args:
-        state: App key → value of this rank. Tensors are read in place until this returns.
+        get_state: Gives app key → value of this rank. Called when all ranks are there, so that all hear if it fails.
+            Tensors are read in place until this returns.
         save: Where and how.
-        sharing: What all ranks hold alike, and is stored once.
+        sharing: What all ranks hold alike, and is stored once. A value that is shared by some ranks only is none.
 
     Returns:
         What this rank did.
@@ -282,10 +285,10 @@ def save_each(state: Mapping[str, Any], save: Save, sharing: Sharing) -> Stats:
         StorageError: The storage failed on some rank; what was there before is still there.
         SnapshotError: Another rank failed; the message names it.
     """
-    return begin_each(state, save, sharing).finish()
+    return begin_each(get_state, save, sharing).finish()
 
 
-def begin_each(state: Mapping[str, Any], save: Save, sharing: Sharing) -> Saving:
+def begin_each(get_state: Callable[[], Mapping[str, Any]], save: Save, sharing: Sharing) -> Saving:
     """Begin a save like `save_each`, up to the point where tensors are read; everything else is captured by then.
 
     Args and errors are those of `save_each`. Until the save has ended, no other one of the group can begin.
@@ -293,11 +296,41 @@ def begin_each(state: Mapping[str, Any], save: Save, sharing: Sharing) -> Saving
 
     def prepare(run: _Run) -> _Prepared:
         opening = run.open({})
-        described = describe(state, sharing=sharing, world_size=save.group.world_size)
+        described = describe(get_state(), sharing=sharing, world_size=save.group.world_size)
         mine = Contribution(described.specs, described.notes)
-        return opening, described, collect(run.meeting, save.session.heard, opening, mine), None
+        everyone = collect(run.meeting, save.session.heard, opening, mine)
+        return opening, described, everyone and _shared_by_all(everyone), None
 
     return _begin(save, prepare)
+
+
+def _shared_by_all(everyone: list[Contribution]) -> list[Contribution]:
+    """The contributions, in which only what each rank has and calls shared is marked as shared."""
+    first = everyone[0].specs
+    if all(each.specs == first for each in everyone):
+        return everyone
+    marked = Counter(chain.from_iterable(_marked(each.specs) for each in everyone))
+    partly = {path for path, count in marked.items() if count < len(everyone)}
+    if not partly:
+        return everyone
+    known_to_all = sorted(path for path in partly if all(path in each.specs for each in everyone))
+    if known_to_all:
+        _logger.warning(
+            "%d values, such as %s, are replicated on some ranks only, so each rank stores its own: the globs differ",
+            len(known_to_all),
+            known_to_all[0],
+        )
+
+    def unmarked(path: str, spec: Any) -> Any:
+        if path not in partly or not isinstance(spec, _LEAVES):
+            return spec
+        return replace(spec, replicated=False, **({"by_rank_0": False} if isinstance(spec, TensorSpec) else {}))
+
+    return [replace(each, specs={path: unmarked(path, spec) for path, spec in each.specs.items()}) for each in everyone]
+
+
+def _marked(specs: RankSpecs) -> Iterator[str]:
+    return (path for path, spec in specs.items() if isinstance(spec, _LEAVES) and spec.replicated)
 
 
 # --- what both have in common ----------------------------------------------------------------------------------------
@@ -397,6 +430,11 @@ class _Run:
 
     def _finish(self, opening: Opening) -> Stats:
         self.meeting.broadcast("published")
+        try:
+            # What rank 0 has said may end with its process, and with the store in it. The others do not wait here.
+            self.meeting.gather("seen", b"")
+        except RankError as error:
+            _logger.warning("%s is saved, but not all ranks may know: %s", opening.path, error)
         session = self.save.session
         session.heard.token = opening.save_id
         session.last_save = self.meter.finish()
