@@ -51,7 +51,7 @@ TABLE = (
     Row(4, {"session": NONE}),
     Row(4, {"exchange": MSGSPEC, "saving": NONE}),
     Row(4, {"leaves": TORCH | MSGSPEC}),
-    Row(4, {"restore": TORCH, "save": NONE, "together": TORCH | frozenset({"msgspec", "xxhash"}), "verify": frozenset({"xxhash"})}),
+    Row(4, {"restore": TORCH, "save": NONE, "together": TORCH | MSGSPEC | {"xxhash"}, "verify": frozenset({"xxhash"})}),
     Row(4, {"siblings": TORCH, "snapshot": TORCH}),
     Row(5, {"cli": frozenset({"rich", "typer"}), "integration": TORCH | LIGHTNING}),
     Row(6, {"__init__": NONE}),
@@ -329,7 +329,7 @@ def test_checks_find_what_they_are_for(check, name: str, text: str) -> None:
         ("integration.plugin", "import torch\ndef f():\n    import lightning.pytorch\n    import_module('x')"),
         ("__init__", "def __getattr__(name):\n    from lightning_snapshot.save import save"),
         ("cli.commands", "import typer\ndef verify():\n    from lightning_snapshot.save import save"),
-        ("save", "def f():\n    import torch.distributed\n    raise ValueError\ndef g():\n    raise"),
+        ("restore", "def f():\n    import torch.distributed\n    raise ValueError\ndef g():\n    raise"),
         ("tree", "x.open()"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ class FaultyPosix(Posix):
         fail_at: Number of the call, from 1 on, that fails.
         error: ``errno`` of that failure.
         crash_at: Number of the call that is not made any more, and none after it.
+        pause_at: Number of the call that is made only when ``pause`` has returned.
+        pause: What happens meanwhile.
+        short_at: Number of the only call to which ``most_bytes`` applies; 0 stands for all.
         without: Calls that the file system does not know: ``"exchange"``, ``"lock"``, ``"open_direct"``.
         most_bytes: How much one read or write transfers at most.
         before: Call name → what to do just before each such call.
@@ -40,6 +44,9 @@ class FaultyPosix(Posix):
         fail_at: int = 0,
         error: int = errno.ENOSPC,
         crash_at: int = 0,
+        pause_at: int = 0,
+        pause: Callable[[], None] | None = None,
+        short_at: int = 0,
         without: Collection[str] = (),
         most_bytes: int | None = None,
         before: dict[str, Callable[..., None]] | None = None,
@@ -49,25 +56,35 @@ class FaultyPosix(Posix):
         self.fail_at = fail_at
         self.error = error
         self.crash_at = crash_at
+        self.pause_at = pause_at
+        self.pause = pause or (lambda: None)
+        self.short_at = short_at
         self.without = without
         self.most_bytes = most_bytes
         self.before = before or {}
         self.after = after or {}
         self.crashed = False
+        self._lock = threading.Lock()
         self._open: dict[int, Path] = {}
 
     def call(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.crashed or len(self.calls) + 1 == self.crash_at:
-            self._crash()
-        paths = tuple(arg for arg in args if isinstance(arg, Path))
-        if args and isinstance(args[0], int):
-            paths = (self._open[args[0]],)
-        self.calls.append(Call(name, paths))
-        failed = len(self.calls) == self.fail_at
+        with self._lock:
+            if self.crashed or len(self.calls) + 1 == self.crash_at:
+                self.crash()
+            paths = tuple(arg for arg in args if isinstance(arg, Path))
+            if args and isinstance(args[0], int):
+                paths = (self._open[args[0]],)
+            self.calls.append(Call(name, paths))
+            number = len(self.calls)
+        if number == self.pause_at:
+            self.pause()
+        failed = number == self.fail_at
         if failed and name != "close":
             raise OSError(self.error, os.strerror(self.error))
         if name in self.before:
             self.before[name](*paths)
+        if name in ("read", "write") and self.most_bytes is not None and self.short_at in (0, number):
+            args = (args[0], args[1][: self.most_bytes], args[2])
         result = self._perform(name, real, args, kwargs)
         if name in self.after:
             self.after[name](*paths)
@@ -85,8 +102,6 @@ class FaultyPosix(Posix):
             return None
         if name in self.without:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        if name in ("read", "write") and self.most_bytes is not None:
-            args = (args[0], args[1][: self.most_bytes], args[2])
         result = real(self, *args, **kwargs)
         if name in ("open_folder", "create_file", "open_file", "open_direct") and result is not None:
             self._open[result] = args[0]
@@ -94,7 +109,7 @@ class FaultyPosix(Posix):
             del self._open[args[0]]
         return result
 
-    def _crash(self) -> None:
+    def crash(self) -> None:
         self.crashed = True
         for descriptor in list(self._open):
             os.close(descriptor)

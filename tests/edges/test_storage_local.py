@@ -24,7 +24,7 @@ from lightning_snapshot.errors import (
 )
 from lightning_snapshot.manifest import decode
 from lightning_snapshot.storage import METADATA_NAME, open_storage
-from lightning_snapshot.storage.local import LocalStorage
+from lightning_snapshot.storage.local import LocalStorage, clear_folder
 from lightning_snapshot.storage.locations import data_locations
 from lightning_snapshot.storage.posix import Posix
 from tests.edges.faulty_posix import FaultyPosix, SimulatedCrash
@@ -615,11 +615,54 @@ class TestRemoving:
         save(local(root), "a", OLD)
         posix = FaultyPosix()
         local(root, posix).remove()
-        changes = [call for call in posix.calls if call.name in ("unlink", "remove_folder", "sync_folder")]
+        changes = [call for call in posix.calls if call.name in ("rename", "unlink", "remove_folder", "sync_folder")]
         assert [(call.name, call.paths[0]) for call in changes[:2]] == [
-            ("unlink", root / METADATA_NAME),
+            ("rename", root / METADATA_NAME),
             ("sync_folder", root),
         ]
+
+    @pytest.mark.parametrize("prepare", ["ours", "torchsnapshot"])
+    def test_a_removal_that_is_killed_anywhere_is_finished_by_the_next_save_or_removal(self, tmp_path, prepare):
+        number, posix = 0, FaultyPosix()
+        while number == 0 or posix.crashed:
+            number += 1
+            for end in ("save", "remove", "clear"):
+                root = tmp_path / f"{number} {end}" / "x.ckpt"
+                (_snapshot if prepare == "ours" else _torchsnapshot)(root)
+                old = observe(root)
+                posix = FaultyPosix(crash_at=number)
+                with suppress(SimulatedCrash):
+                    local(root, posix).remove()
+                assert observe(root) in (old, None), number
+                if end == "save":
+                    save(local(root), "new", NEW)
+                    local(root).discard(located("old", OLD) if prepare == "ours" else ["0/model"])
+                    assert tree(root.parent) == {f"x.ckpt/{name}": part for name, part in saved("new", NEW).items()}
+                elif end == "remove":
+                    local(root).remove()
+                    assert tree(root.parent) == {}, number
+                else:
+                    gone = observe(root) is None
+                    clear_folder(root.parent, FaultyPosix())
+                    assert (tree(root.parent) == {}) == gone, number
+                    assert observe(root) == (None if gone else old), number
+        assert number > 5
+
+    def test_what_others_put_into_the_data_folder_is_kept(self, root):
+        save(local(root), "a", OLD)
+        (root / ".data/notes.txt").write_bytes(b"mine")
+        with pytest.warns(UserWarning, match=r"kept .*: \.data/notes\.txt$"):
+            local(root).remove()
+        assert tree(root) == {".data/notes.txt": b"mine"}
+
+    def test_a_folder_that_also_holds_other_things_is_no_unfinished_save(self, root):
+        (root / ".data/images").mkdir(parents=True)
+        (root / "main.py").write_bytes(b"mine")
+        before = tree(root)
+        for action in (local(root).remove, lambda: local(root).begin("new")):
+            with pytest.raises(NotASnapshotError, match="a folder that holds other things"):
+                action()
+        assert tree(root) == before
 
     def test_nothing_behind_links_is_removed(self, root, tmp_path):
         (tmp_path / "far/inner").mkdir(parents=True)
@@ -651,11 +694,11 @@ class TestRemoving:
     def test_a_refusal_is_an_error(self, root):
         save(local(root), "a", OLD)
 
-        def refuse(path):
+        def refuse(source, target):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
         with pytest.raises(StoragePermissionError, match="could not remove"):
-            local(root, FaultyPosix(before={"unlink": refuse})).remove()
+            local(root, FaultyPosix(before={"rename": refuse})).remove()
         assert observe(root) == saved("a", OLD)
 
 
@@ -913,9 +956,19 @@ def test_an_exchange_in_two_steps_that_was_killed_is_finished_by_the_next_reader
     reading = FaultyPosix()
     local(root, reading).read_metadata()
     changes = [call.name for call in reading.calls if call.name in ("rename", "sync_folder", "unlink", "remove_folder")]
-    assert changes == ["rename", "sync_folder", "unlink", "remove_folder"]
+    assert changes == ["rename", "sync_folder", "unlink", "remove_folder", "sync_folder"]
     assert observe(root) == saved("new", NEW)
     assert _names_beside(root) - {"best.ckpt"} == {root.name}
+
+
+def test_a_removal_that_cannot_finish_an_exchange_says_so(root):
+    """Otherwise the next reader would find what is said to be removed."""
+    _stock(root)
+    (root.parent / ".snapshot-dead.old").mkdir()
+    root.rename(root.parent / ".snapshot-dead.old" / root.name)
+    with pytest.raises(StorageError, match="could not remove"):
+        local(root, FaultyPosix(before={"rename": _refusal(errno.EIO)})).remove()
+    assert observe(root) == b"stock"
 
 
 def test_an_exchange_in_two_steps_that_fails_is_undone_at_once(root):
@@ -988,6 +1041,22 @@ def test_large_files_are_read_and_written_whole_past_the_page_cache_or_not(tmp_p
     assert found[:size] == content
     assert "open_direct" in {call.name for call in posix.calls}
     assert not posix.open_paths
+
+
+@pytest.mark.parametrize("call", ["open_direct", "close"])
+def test_nothing_stays_open_when_a_large_file_cannot_be_opened_or_closed(tmp_path, call) -> None:
+    save(local(tmp_path / "snapshot"), "save", {"0": bytes(_MIB)})
+
+    def load(posix) -> None:
+        local(tmp_path / "snapshot", posix).open(".data/save/0").close()
+
+    healthy = FaultyPosix()
+    load(healthy)
+    number = [found.name for found in healthy.calls].index(call) + 1
+    posix = FaultyPosix(fail_at=number, error=errno.EIO)
+    with pytest.raises(StorageError, match=r"could not (open|close) .*\.data/save/0"):
+        load(posix)
+    assert posix.open_paths == []
 
 
 def save_in_pages(writer, content: bytes) -> None:

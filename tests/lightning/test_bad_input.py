@@ -134,17 +134,18 @@ BAD: dict[Callable[[Path], None], tuple[type[SnapshotError], type[Exception], st
 
 @pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__)
 def test_loading_says_what_is_wrong_with(cls, make_trainer, make_fabric, tmp_path, make):
-    path = tmp_path / "bad.ckpt"
-    make(path)
     kind, builtin, text = BAD[make]
-    calls = [
-        lambda: make_trainer(max_epochs=1).fit(cls.Tiny(), ckpt_path=path),
-        lambda: make_trainer().validate(cls.Tiny(), ckpt_path=path),
-        lambda: make_fabric().load(path),
-    ]
-    for call in calls:
+    calls = {
+        "fit": lambda path: make_trainer(max_epochs=1).fit(cls.Tiny(), ckpt_path=path),
+        "validate": lambda path: make_trainer().validate(cls.Tiny(), ckpt_path=path),
+        "load": lambda path: make_fabric().load(path),
+    }
+    for name, call in calls.items():
+        path = tmp_path / name / "bad.ckpt"
+        path.parent.mkdir()
+        make(path)
         with pytest.raises(kind, match=text) as caught:
-            call()
+            call(path)
         assert isinstance(caught.value, SnapshotError)
         assert isinstance(caught.value, builtin)
         assert "bad.ckpt" in str(caught.value)

@@ -10,11 +10,27 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_snapshot.errors import NotASnapshotError, UnsupportedFeatureError
 from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME, Reader, Storage, Transaction, Writer
-from lightning_snapshot.storage.local import LocalStorage
+from lightning_snapshot.storage.folders import Found, look
+from lightning_snapshot.storage.listing import Published, list_published, published_at
+from lightning_snapshot.storage.local import LocalStorage, clear_folder
 from lightning_snapshot.storage.posix import Posix
 
-__all__ = ["DATA_FOLDER", "METADATA_NAME", "Reader", "Storage", "Transaction", "Writer", "local_path", "open_storage"]
-
+__all__ = [
+    "DATA_FOLDER",
+    "METADATA_NAME",
+    "Found",
+    "Published",
+    "Reader",
+    "Storage",
+    "Transaction",
+    "Writer",
+    "clear_leftovers",
+    "list_published",
+    "local_path",
+    "look_at",
+    "open_storage",
+    "published_at",
+]
 
 _LOCAL_PROTOCOLS = frozenset({None, "file", "local"})
 # What fsspec's local file system takes, so that a program with one set of options for all places runs here, too.
@@ -28,6 +44,25 @@ def local_path(url: str | os.PathLike[str]) -> str:
     if protocol is None and not text.startswith(("file:", "local:")):
         return os.path.expanduser(text)  # not through fsspec, for which "::" in a name joins two URLs
     return str(LocalFileSystem._strip_protocol(text)) if protocol in _LOCAL_PROTOCOLS else ""  # noqa: SLF001  # fsspec's own way
+
+
+def look_at(url: str | os.PathLike[str]) -> Found:
+    """Say what is at a path or URL of a local disk, behind all links."""
+    return look(Posix(), Path(os.path.realpath(local_path(url))))
+
+
+def clear_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Remove what interrupted saves and removals have left in a folder of checkpoints. Failures are logged.
+
+    What somebody writes just now stays. So does a folder that has data but no metadata and was not being removed: it
+    may be a copy that is not complete yet.
+
+    Args:
+        folder: On a local disk; elsewhere nothing is done.
+    """
+    path = local_path(folder)
+    if path:
+        clear_folder(Path(os.path.realpath(path)), Posix())
 
 
 def open_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -9,6 +9,8 @@ Names beside a snapshot, in its parent folder:
 Inside a snapshot:
 
 - ``.data/<save id>/`` holds the data of a save, ``.data/<save id>.metadata`` its metadata before it is published.
+- ``.snapshot_metadata.removed`` was the metadata until somebody began to remove the snapshot. It is the last to go, so
+  that whoever comes next knows what there is to remove.
 
 Whoever writes holds the lock of a folder, so that others see that the save is alive.
 """
@@ -31,6 +33,7 @@ from lightning_snapshot.storage.posix import Posix
 
 __all__ = [
     "METADATA_SUFFIX",
+    "REMOVED_NAME",
     "Found",
     "claim_folder",
     "finish_exchanges",
@@ -40,6 +43,7 @@ __all__ = [
     "refuse",
     "remove_dead_saves",
     "remove_dead_siblings",
+    "remove_if_empty",
     "remove_path",
     "staging_path",
     "unchanged_mtime",
@@ -49,9 +53,12 @@ __all__ = [
 _logger = logging.getLogger("lightning_snapshot")
 
 METADATA_SUFFIX = ".metadata"
+REMOVED_NAME = METADATA_NAME + ".removed"
 _STAGING = re.compile(rf"\.snapshot-({SAVE_ID.pattern})\.tmp")
 _MOVED = re.compile(rf"\.snapshot-({SAVE_ID.pattern})\.old")
 _MAX_ATTEMPTS = 100
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+_NOT_EMPTY = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 class Found(Enum):
@@ -60,7 +67,7 @@ class Found(Enum):
     NOTHING = "nothing"
     EMPTY = "an empty folder"
     SNAPSHOT = "a snapshot"
-    UNFINISHED = "an unfinished save, which was interrupted or is still going on"
+    UNFINISHED = "an unfinished save or removal, which was interrupted or is still going on"
     CHECKPOINT = "a sharded checkpoint of torch.distributed.checkpoint (DCP), as Lightning's FSDP strategies write it"
     FOLDER = "a folder that holds other things"
     FILE = "a file"
@@ -69,9 +76,9 @@ class Found(Enum):
 
 _MARKS = {
     METADATA_NAME: Found.SNAPSHOT,
+    REMOVED_NAME: Found.UNFINISHED,
     ".metadata": Found.CHECKPOINT,
     "meta.pt": Found.CHECKPOINT,
-    DATA_FOLDER: Found.UNFINISHED,
 }
 
 
@@ -86,6 +93,8 @@ def look(posix: Posix, path: Path) -> Found:
     if not stat.S_ISDIR(mode):
         return Found.FILE
     names = posix.list_folder(path)
+    if names == [DATA_FOLDER]:
+        return Found.UNFINISHED
     marks = [found for name, found in _MARKS.items() if name in names]
     return marks[0] if marks else Found.FOLDER if names else Found.EMPTY
 
@@ -151,7 +160,7 @@ def make_folders(posix: Posix, path: Path) -> None:
             posix.make_folder(folder)
         except FileExistsError:
             if not folder.is_dir():
-                raise
+                raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file", str(folder)) from None
         posix.sync_folder(folder.parent)
 
 
@@ -186,13 +195,30 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def remove_path(posix: Posix, path: Path) -> None:
     """Remove a file, a link or a folder with everything in it. What is gone already is no error."""
-    with suppress(FileNotFoundError):
-        if not _is_folder(path):
-            posix.unlink(path)
-            return
-        for name in posix.list_folder(path):
-            remove_path(posix, path / name)
-        posix.remove_folder(path)
+    # Without recursion: a hostile folder may be nested more deeply than Python can go.
+    pending, folders = [path], []
+    while pending:
+        found = pending.pop()
+        with suppress(FileNotFoundError):
+            if _is_folder(found):
+                folders.append(found)
+                pending.extend(found / name for name in reversed(posix.list_folder(found)))
+            else:
+                posix.unlink(found)
+    for folder in reversed(folders):
+        with suppress(FileNotFoundError):
+            posix.remove_folder(folder)
+
+
+def remove_if_empty(posix: Posix, folder: Path) -> bool:
+    """Remove a folder unless there is something in it; says whether it is gone."""
+    try:
+        posix.remove_folder(folder)
+    except OSError as error:
+        if error.errno not in (*_NOT_EMPTY, *_NOT_THERE):
+            raise
+        return error.errno in _NOT_THERE
+    return True
 
 
 def _remove_if_dead(posix: Posix, folder: Path, is_used: Callable[[], bool] = lambda: False) -> None:
@@ -221,7 +247,9 @@ def remove_dead_siblings(posix: Posix, parent: Path) -> None:
                 _remove_if_dead(posix, path)
 
 
-def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, complete: Collection[str]) -> None:
+def remove_dead_saves(
+    posix: Posix, root: Path, metadata: bytes, complete: Collection[str], *, is_durable: bool
+) -> None:
     """Remove data in ``.data`` that the snapshot does not use. Failures are logged.
 
     Args:
@@ -229,6 +257,8 @@ def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, complete: Colle
         root: The snapshot.
         metadata: Its metadata.
         complete: Saves that are not being written any more, and can go even where the file system knows no locks.
+        is_durable: Whether a power cut cannot bring earlier metadata back. If a save was killed right behind the step
+            that published it, that is not sure.
     """
     data = root / DATA_FOLDER
     for name in _list_if_there(posix, data):
@@ -237,6 +267,9 @@ def remove_dead_saves(posix: Posix, root: Path, metadata: bytes, complete: Colle
         if not SAVE_ID.fullmatch(save_id) or is_named(save_id, metadata):
             continue
         with warn_only(f"remove {path}, the leftover of another save"):
+            if not is_durable:
+                posix.sync_folder(root)
+                is_durable = True
             if not _is_folder(path):
                 # The metadata of a save that lives has its folder beside it.
                 if name != save_id and not os.path.lexists(data / save_id):
@@ -279,3 +312,4 @@ def _finish_exchange(posix: Posix, folder: Path, save_id: str) -> None:
         posix.sync_folder(folder.parent)
         remove_path(posix, old)
     posix.remove_folder(folder)
+    posix.sync_folder(folder.parent)  # or a removal that follows could let the old thing come back after a power cut

@@ -25,28 +25,33 @@ from lightning_snapshot.manifest import decode
 from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME
 from lightning_snapshot.storage.files import LocalReader
 from lightning_snapshot.storage.folders import (
+    METADATA_SUFFIX,
+    REMOVED_NAME,
     Found,
     finish_exchanges,
     look,
     refuse,
     remove_dead_saves,
     remove_dead_siblings,
+    remove_if_empty,
     remove_path,
     unchanged_mtime,
     warn_only,
 )
-from lightning_snapshot.storage.locations import check_save_id, data_locations, normalise_location
+from lightning_snapshot.storage.listing import list_published
+from lightning_snapshot.storage.locations import SAVE_ID, check_save_id, data_locations, normalise_location
 from lightning_snapshot.storage.posix import Posix, storage_errors
 from lightning_snapshot.storage.save import LocalTransaction
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "clear_folder"]
 
 _logger = logging.getLogger("lightning_snapshot")
 
 _MAX_METADATA_BYTES = 4 * 1024**3
 _MAX_NAMES = 5
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
-_NOT_EMPTY = (errno.EEXIST, errno.ENOTEMPTY)
+_LIGHTNING_SUFFIX = ".ckpt"
+# The last two are of names that no file can have.
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class LocalStorage:
@@ -111,8 +116,12 @@ class LocalStorage:
             msg = f"{self._url}: expected a data file at {location!r}, found none; the snapshot is incomplete"
             raise MissingDataError(msg) from error
 
-    def begin(self, save_id: str) -> LocalTransaction:
+    def begin(self, save_id: str, *, claim: bool = False) -> LocalTransaction:
         """Start a save, after removing what dead saves have left here.
+
+        Args:
+            save_id: Unique name of the save.
+            claim: If nothing is there, make the folder of the snapshot now, and build the snapshot inside.
 
         Raises:
             NotASnapshotError: There is something that must not be lost.
@@ -120,16 +129,32 @@ class LocalStorage:
         """
         check_save_id(save_id, self._url)
         with storage_errors("start a save to", self._root):
-            self._clean_up()
+            self._clean_up_beside()
             found = look(self._posix, self._root)
+            if found in (Found.SNAPSHOT, Found.UNFINISHED):
+                self._clean_up_inside()
+                found = look(self._posix, self._root)
             if found in (Found.CHECKPOINT, Found.FOLDER):
                 raise refuse(self._url, found)
             transaction = LocalTransaction(self._posix, self._root, self._url, save_id)
             try:
-                transaction.start(inside=found in (Found.SNAPSHOT, Found.UNFINISHED))
+                claim = claim and found in (Found.NOTHING, Found.EMPTY)
+                transaction.start(inside=claim or found in (Found.SNAPSHOT, Found.UNFINISHED), claim=claim)
             except BaseException:
                 transaction.abort()
                 raise
+        return transaction
+
+    def join(self, save_id: str, invitation: str) -> LocalTransaction:
+        """Take part in a save that another rank has begun.
+
+        Raises:
+            StorageError: The operating system refused, or the save is not there.
+        """
+        check_save_id(save_id, self._url)
+        transaction = LocalTransaction(self._posix, self._root, self._url, save_id)
+        with storage_errors("join the save of rank 0 (do all ranks see one file system?) at", self._root):
+            transaction.join(invitation)
         return transaction
 
     def discard(self, locations: Iterable[str]) -> None:
@@ -139,7 +164,20 @@ class LocalStorage:
             for location in locations:
                 with warn_only(f"remove {location!r} from {self._url}"):
                     folders.update(self._unlink(location))
-            self._remove_if_empty(folders)
+            self._remove_empty(folders)
+
+    def finish_removal(self) -> None:
+        """Remove what an interrupted removal has left, if there is something. Failures are logged."""
+        if not os.path.lexists(self._root / REMOVED_NAME) or self.is_snapshot():
+            return
+        with warn_only(f"finish the interrupted removal of {self._url}"):
+            self._posix.sync_folder(self._root)  # that it is no snapshot any more
+            self._remove_named_files()
+            remove_dead_saves(self._posix, self._root, b"", (), is_durable=True)
+            # While somebody saves there, the name stays: should that save die, too, what it leaves is garbage as well.
+            if remove_if_empty(self._posix, self._root / DATA_FOLDER):
+                self._forget_removed()
+                remove_if_empty(self._posix, self._root)
 
     def remove(self) -> None:
         """Remove what is there: a snapshot, a file, a link (not what it leads to), or a sharded checkpoint.
@@ -149,8 +187,8 @@ class LocalStorage:
             StorageError: The operating system refused.
         """
         with storage_errors("remove", self._root):
-            with warn_only(f"finish interrupted saves beside {self._url}"):
-                finish_exchanges(self._posix, self._root.parent)
+            # Otherwise the next reader finishes them, and what is removed here comes back.
+            finish_exchanges(self._posix, self._root.parent)
             found = look(self._posix, self._root)
             if found is Found.FOLDER:
                 raise refuse(self._url, found)
@@ -180,9 +218,9 @@ class LocalStorage:
             raise MetadataError(msg)
         return resolved
 
-    def _read_metadata(self) -> bytes:
+    def _read_metadata(self, name: str = METADATA_NAME) -> bytes:
         try:
-            reader = self.open(METADATA_NAME)
+            reader = self.open(name)
         except MissingDataError:
             raise
         except DataError as error:
@@ -190,7 +228,7 @@ class LocalStorage:
         try:
             if reader.size_bytes > _MAX_METADATA_BYTES:
                 limit, found = _MAX_METADATA_BYTES, reader.size_bytes
-                msg = f"{self._url}: expected at most {limit} bytes in {METADATA_NAME}, found {found}"
+                msg = f"{self._url}: expected at most {limit} bytes in {name}, found {found}"
                 raise MetadataError(msg)
             metadata = bytearray(reader.size_bytes)
             reader.read_into(0, memoryview(metadata))
@@ -202,21 +240,26 @@ class LocalStorage:
         target = Path(os.path.realpath(self._root))
         with storage_errors("look for", target):
             found = look(self._posix, target)
+            inside = list_published(str(target)) if found is Found.FOLDER else []
         if found is not Found.NOTHING:
+            hint = f"; the newest snapshot in it is {os.path.join(self._url, inside[0].name)}" if inside else ""
             return NotASnapshotError(
-                f"{self._url}: expected a snapshot, which is a folder with {METADATA_NAME}, found {found.value}"
+                f"{self._url}: expected a snapshot, which is a folder with {METADATA_NAME}, found {found.value}{hint}"
             )
         what = f"a link to {target}, where nothing is" if self._root.is_symlink() else "nothing"
         return SnapshotNotFoundError(f"{self._url}: expected a snapshot, found {what}")
 
     # --- removing ----------------------------------------------------------------------------------------------------
 
-    def _clean_up(self) -> None:
+    def _clean_up_beside(self) -> None:
         with warn_only(f"finish interrupted saves beside {self._url}"):
             finish_exchanges(self._posix, self._root.parent)
         with warn_only(f"clean up beside {self._url}"):
             remove_dead_siblings(self._posix, self._root.parent)
-        if self._root.is_symlink() or not (self._root / DATA_FOLDER).is_dir():
+
+    def _clean_up_inside(self) -> None:
+        self.finish_removal()
+        if not (self._root / DATA_FOLDER).is_dir():
             return
         try:
             metadata = self._read_metadata()
@@ -226,30 +269,44 @@ class LocalStorage:
             _logger.warning("could not clean up in %s: %s", self._url, error)
             return
         with warn_only(f"clean up in {self._url}"):
-            remove_dead_saves(self._posix, self._root, metadata, ())
+            remove_dead_saves(self._posix, self._root, metadata, (), is_durable=False)
 
     def _remove_snapshot(self) -> None:
-        locations = self._find_data_files()
         with suppress(FileNotFoundError):
-            self._posix.unlink(self._root / METADATA_NAME)
+            self._posix.rename(self._root / METADATA_NAME, self._root / REMOVED_NAME)
         self._posix.sync_folder(self._root)
-        remove_path(self._posix, self._root / DATA_FOLDER)
-        folders: set[Path] = set()
-        for location in locations:
-            folders.update(self._unlink(location))
-        self._remove_if_empty(folders)
-        try:
-            self._posix.remove_folder(self._root)
-        except OSError as error:
-            if error.errno not in _NOT_EMPTY:
-                raise
+        data = self._root / DATA_FOLDER
+        if data.is_symlink():
+            self._posix.unlink(data)
+        for name in self._posix.list_folder(data) if data.is_dir() else ():
+            if SAVE_ID.fullmatch(name.removesuffix(METADATA_SUFFIX)):
+                remove_path(self._posix, data / name)
+        self._remove_named_files()
+        remove_if_empty(self._posix, data)
+        self._forget_removed()
+        if not remove_if_empty(self._posix, self._root):
             self._warn_about_kept_files()
+
+    def _remove_named_files(self) -> None:
+        """Remove the files that a removed snapshot names, and the folders that become empty."""
+        folders: set[Path] = set()
+        for location in self._find_data_files():
+            folders.update(self._unlink(location))
+        self._remove_empty(folders)
+
+    def _forget_removed(self) -> None:
+        # What it names must not come back after a power cut, because nobody would know any more what it is.
+        self._posix.sync_folder(self._root)
+        with suppress(FileNotFoundError):
+            self._posix.unlink(self._root / REMOVED_NAME)
 
     def _find_data_files(self) -> list[str]:
         try:
-            return data_locations(decode(self._read_metadata(), source=self._url))
+            return data_locations(decode(self._read_metadata(REMOVED_NAME), source=self._url))
         except MissingDataError:
             return []
+        except StorageError:
+            raise  # a later attempt may still be able to read it
         except SnapshotError as error:
             _logger.warning("cannot tell all data files of %s, which is removed: %s", self._url, error)
             return []
@@ -261,22 +318,21 @@ class LocalStorage:
         except MetadataError as error:
             _logger.warning("nothing to remove: %s", error)
             return
-        if path.name == METADATA_NAME or path.is_dir():
+        if path.name == METADATA_NAME or os.path.isdir(path):
             _logger.warning("%s: expected the location of a data file to remove, found %r", self._url, location)
             return
-        with suppress(FileNotFoundError, NotADirectoryError):
+        try:
             self._posix.unlink(path)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
         root = Path(os.path.realpath(self._root))
         yield from (folder for folder in path.parents if root in folder.parents)
 
-    def _remove_if_empty(self, folders: Iterable[Path]) -> None:
+    def _remove_empty(self, folders: Iterable[Path]) -> None:
         for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
             if folder.name != DATA_FOLDER:
-                try:
-                    self._posix.remove_folder(folder)
-                except OSError as error:
-                    if error.errno not in (*_NOT_EMPTY, *_NOT_THERE):
-                        raise
+                remove_if_empty(self._posix, folder)
 
     def _warn_about_kept_files(self) -> None:
         files = [path for path in self._root.rglob("*") if path.is_symlink() or not path.is_dir()]
@@ -285,3 +341,18 @@ class LocalStorage:
         more = f" and {len(kept) - _MAX_NAMES} more" if len(kept) > _MAX_NAMES else ""
         msg = f"{self._url}: removed the snapshot, but kept the files that it does not name: {names}{more}"
         warnings.warn(msg, UserWarning, stacklevel=4)
+
+
+def clear_folder(folder: Path, posix: Posix) -> None:
+    """See `lightning_snapshot.storage.clear_leftovers`."""
+    with warn_only(f"finish interrupted saves in {folder}"):
+        finish_exchanges(posix, folder)
+    with warn_only(f"clean up in {folder}"):
+        remove_dead_siblings(posix, folder)
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.is_symlink():
+                continue
+            LocalStorage(path, str(path), posix).finish_removal()
+            if path.suffix == _LIGHTNING_SUFFIX:
+                # All that is left of a removal right before its end. If somebody else made it, nothing is lost.
+                remove_if_empty(posix, path)
