@@ -24,6 +24,8 @@ _FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
 # Positions in the state of a dtype.
 _FIELD_NAMES, _FIELDS, _ITEM_BYTES = 3, 4, 5
 _DATETIME_METADATA = 8
+# Dimensions of a shape, fields of a record. What numbers without end would ask for takes time without end.
+_MAX_PARTS = 1000
 
 
 class NumpyDtype:
@@ -48,6 +50,7 @@ class NumpyDtype:
             base, shape = subarray
             self.value = numpy.dtype((base.value, shape))
         elif state[_FIELDS] is not None:
+            _check_tuple(state[_FIELD_NAMES])
             fields = [state[_FIELDS][name] for name in state[_FIELD_NAMES]]
             self.value = numpy.dtype(
                 {
@@ -74,6 +77,7 @@ class NumpyArray:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Take shape, dtype and elements."""
         _, shape, dtype, is_fortran, elements = state
+        _check_tuple(shape)
         numpy = import_module("numpy")
         count = math.prod(shape)
         if dtype.value.kind == "O":
@@ -98,6 +102,12 @@ def new_array(kind: type, shape: tuple[int, ...], code: bytes) -> NumpyArray:
 def new_scalar(dtype: NumpyDtype, element: bytes) -> Any:
     """Stands for ``numpy.core.multiarray.scalar``."""
     return import_module("numpy").frombuffer(_checked(dtype, element, 1), dtype.value)[0]
+
+
+def _check_tuple(parts: object) -> None:
+    if type(parts) is not tuple or len(parts) > _MAX_PARTS:
+        msg = f"expected a tuple of at most {_MAX_PARTS} parts, found {type(parts).__name__}"
+        raise ValueError(msg)
 
 
 def _checked(dtype: NumpyDtype, elements: Any, count: int) -> bytes:

@@ -67,8 +67,12 @@ EXTENSION_KEY = "x-lightning-snapshot"
 
 # torchsnapshot's YAML reader gives up on longer keys (FORMAT 2.1).
 _MAX_PATH_CHARACTERS = 1022
+_SURELY_SHORT_CHARACTERS = _MAX_PATH_CHARACTERS // len(r"\u0000")
 # Python does not print integers of more than 4300 digits; YAML can give them in hexadecimal.
 _MAX_KEY_BITS = 14_284
+# Nobody writes more; code that walks up a path, or through the dimensions of a tensor, takes time or stack for each.
+_MAX_LEVELS = 1000
+_MAX_DIMENSIONS = 256
 # A JSON parser takes these as they are, a YAML parser does not: it rejects the file or, for the line breaks U+0085,
 # U+2028 and U+2029, folds the text around them.
 _ONLY_JSON = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
@@ -172,7 +176,7 @@ def encode(manifest: Manifest) -> bytes:
     """
     entries: dict[str, Entry | _ExtensionEntry] = dict(manifest.entries)
     for path in entries:
-        if escaped_length(path) > _MAX_PATH_CHARACTERS:
+        if len(path) > _SURELY_SHORT_CHARACTERS and escaped_length(path) > _MAX_PATH_CHARACTERS:
             limit, found = _MAX_PATH_CHARACTERS, escaped_length(path)
             msg = f"manifest path {path!r}: expected at most {limit} characters as escaped, found {found}"
             raise MetadataError(msg)
@@ -192,13 +196,20 @@ def encode(manifest: Manifest) -> bytes:
 
 def seal(data: bytes) -> bytes:
     """The text of a manifest with the right checksum in its extension entry; as it is if it has none."""
-    return _CHECKSUM.sub(rb"\g<1>%b" % _checksum(data).encode(), data, count=1)
+    match = _CHECKSUM.search(data)
+    return data if match is None else data[: match.end(1)] + _checksum(data, match).encode() + data[match.end() :]
 
 
-def _checksum(data: bytes) -> str:
+def _checksum(data: bytes, match: "re.Match[bytes] | None") -> str:
     """Of the whole text, with zeros where the checksum itself stands."""
-    unsealed = _CHECKSUM.sub(rb"\g<1>%b" % _NO_CHECKSUM.encode(), data, count=1)
-    return hashlib.blake2b(unsealed, digest_size=len(_NO_CHECKSUM) // 2).hexdigest()
+    digest = hashlib.blake2b(digest_size=len(_NO_CHECKSUM) // 2)
+    if match is None:
+        digest.update(data)
+    else:
+        text = memoryview(data)  # with many ranks it is long
+        for part in (text[: match.end(1)], _NO_CHECKSUM.encode(), text[match.end() :]):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _to_json(path: str, value: object) -> bytes:
@@ -241,7 +252,7 @@ def _checked_extension(stored: _StoredManifest, data: bytes, source: str) -> Ext
             msg = f"{source}: expected an entry {EXTENSION_KEY!r}, found none; the metadata is damaged"
             raise MetadataError(msg)
         return None
-    found = _checksum(data)
+    found = _checksum(data, _CHECKSUM.search(data))
     if found != own.checksum:
         msg = f"{source}: the metadata changed since it was written: expected checksum {own.checksum}, found {found}"
         raise MetadataError(msg)
@@ -292,6 +303,9 @@ def _checked_entries(stored: _StoredManifest, source: str) -> dict[str, Entry]:
         if rank not in ranks:
             _check_rank(path, stored.world_size, source)
             ranks.add(rank)
+        if path.count("/") > _MAX_LEVELS:
+            msg = f"{source}: entry {describe(path)}: expected at most {_MAX_LEVELS} levels, found {path.count('/')}"
+            raise MetadataError(msg)
         if kind in _PRIMITIVES:
             primitive = cast(_IntEntry, entry)
             entries[path] = PrimitiveEntry(
@@ -323,8 +337,7 @@ def _find_defect(entry: Entry) -> str | None:
         if any(type(key) is int and key.bit_length() > _MAX_KEY_BITS for key in entry.keys):
             return f"expected keys of at most {_MAX_KEY_BITS} bits, found an integer with more"
     elif isinstance(entry, TensorEntry):
-        if entry.byte_range is not None and entry.byte_range[1] < entry.byte_range[0]:
-            return f"expected a 'byte_range' that ends behind its begin, found {list(entry.byte_range)}"
+        return _find_defect_of_tensor(entry)
     elif isinstance(entry, DTensorEntry) and not _is_mesh(entry.mesh):
         return f"expected nested lists of rank numbers as 'mesh', found {describe(entry.mesh)}"
     elif isinstance(entry, (ShardedTensorEntry, DTensorEntry)):
@@ -334,11 +347,19 @@ def _find_defect(entry: Entry) -> str | None:
     return None
 
 
+def _find_defect_of_tensor(entry: TensorEntry) -> str | None:
+    if len(entry.shape) > _MAX_DIMENSIONS:
+        return f"expected at most {_MAX_DIMENSIONS} dimensions, found {len(entry.shape)}"
+    if entry.byte_range is not None and entry.byte_range[1] < entry.byte_range[0]:
+        return f"expected a 'byte_range' that ends behind its begin, found {list(entry.byte_range)}"
+    return None
+
+
 def _find_defect_of_pieces(pieces: Sequence[Shard]) -> str | None:
     for piece in pieces:
         if len(piece.offsets) != len(piece.sizes) or piece.tensor.shape != piece.sizes:
             return f"expected a piece with 'sizes' like its shape and as many 'offsets', found {describe(piece)}"
-        if defect := _find_defect(piece.tensor):
+        if defect := _find_defect_of_tensor(piece.tensor):
             return defect
     return None
 

@@ -1,5 +1,6 @@
 """What old versions of torchsnapshot wrote into ``.snapshot_metadata``: YAML and other forms of entries (FORMAT 13)."""
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,9 @@ JSON_FAILURES = (msgspec.MsgspecError, ValueError, RecursionError)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The loader recurses, and some versions in C without a check, so that deep nesting would end the process.
 _MAX_LEVELS = 1000
+# YAML has numbers with base 60, like 1:30:00, which take time for the square of their length.
+_BASE_60 = re.compile(r"[-+]?[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_MAX_BASE_60_CHARACTERS = 1000
 # PyYAML's constructors let whatever `int`, `datetime`, … raise pass through.
 _YAML_FAILURES = (
     yaml.YAMLError,
@@ -85,6 +89,9 @@ def _parse_yaml(text: str) -> object:
             raise yaml.YAMLError(msg)
         if isinstance(event, yaml.ScalarEvent):
             event.value.encode()  # PyYAML without libyaml lets lone surrogates pass
+            if len(event.value) > _MAX_BASE_60_CHARACTERS and _BASE_60.fullmatch(event.value):
+                msg = f"a number of more than {_MAX_BASE_60_CHARACTERS} characters {event.start_mark}"
+                raise yaml.YAMLError(msg)
     return yaml.load(text, Loader=_LOADER)  # noqa: S506  # a safe loader
 
 

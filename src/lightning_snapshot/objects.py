@@ -18,21 +18,22 @@ import pathlib
 import pickle
 import re
 import signal
+import sys
 import threading
 import types
 import uuid
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from lightning_snapshot import arrays
+from lightning_snapshot import arrays, vetting
 from lightning_snapshot.errors import DataError, UnsafeObjectError, UnsupportedValueError
 from lightning_snapshot.stateful import StateDict
 
-__all__ = ["dumps", "find_class", "loads", "type_name"]
+__all__ = ["dumps", "find_class", "how_to_allow", "loads", "type_name"]
 
 # torch.serialization.safe_globals edits one list of the whole process.
 _registry_lock = threading.Lock()
@@ -40,7 +41,7 @@ _registry_lock = threading.Lock()
 _Callable: TypeAlias = Callable[..., Any]
 
 _PLAIN_DATA: tuple[type, ...] = (
-    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, slice, object),
+    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, slice, range, object),
     *(collections.deque, collections.Counter, collections.defaultdict, collections.OrderedDict, collections.UserDict),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, uuid.UUID, types.SimpleNamespace),
@@ -48,7 +49,7 @@ _PLAIN_DATA: tuple[type, ...] = (
 )
 # Members of an enumeration are shared by the whole program: they may be looked up, but not changed.
 _ENUMS = (http.HTTPStatus, signal.Signals, uuid.SafeUUID)
-_MAX_RANGE = 2**24
+_MAX_QUOTED_CHARACTERS = 1000
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 
 
@@ -96,10 +97,12 @@ def loads(data: bytes | bytearray, place: str, *, trusted: bool, device: torch.d
         UnsafeObjectError: It would run code that is not on the list, and ``trusted`` is false.
         DataError: The bytes are damaged, or the code of a trusted class fails.
     """
+    if not trusted:
+        _vet(data, place)
     if b"torch.nested._internal" in data:
         import_module("torch._dynamo")  # or else torch refuses nested tensors of the jagged layout
     try:
-        with _registry_lock, torch.serialization.safe_globals(_unregistered_safe_globals()):
+        with _registry_lock, _checked_sparse_tensors(), torch.serialization.safe_globals(_unregistered_safe_globals()):
             load = functools.partial(torch.load, io.BytesIO(data), map_location=device, weights_only=True)
             return arrays.load_with_arrays(load)
     except pickle.UnpicklingError as error:
@@ -110,7 +113,7 @@ def loads(data: bytes | bytearray, place: str, *, trusted: bool, device: torch.d
     # Damaged bytes make torch and its zip reader raise anything from RuntimeError to KeyError.
     except Exception as error:
         if not trusted:
-            msg = f"{place}: expected a value stored by torch.save, but it cannot be read: {error}"
+            msg = f"{place}: expected a value stored by torch.save, but it cannot be read: {_brief(error)}"
             raise DataError(msg) from error
     try:
         return torch.load(io.BytesIO(data), map_location=device, weights_only=False)
@@ -118,6 +121,23 @@ def loads(data: bytes | bytearray, place: str, *, trusted: bool, device: torch.d
     except Exception as error:
         msg = f"{place}: the stored value cannot be read: {type(error).__name__}: {error}"
         raise DataError(msg) from error
+
+
+def _vet(data: bytes | bytearray, place: str) -> None:
+    try:
+        vetting.check(data)
+    except pickle.UnpicklingError as error:
+        raise _refusal(place, str(error)) from error
+    # Damaged or hostile bytes make Python's zip reader raise anything, too.
+    except Exception as error:
+        msg = f"{place}: expected a value stored by torch.save, found {_brief(error)}"
+        raise DataError(msg) from error
+
+
+def _checked_sparse_tensors() -> AbstractContextManager[object]:
+    """Makes torch refuse sparse tensors whose indices lead out of them, and with that to foreign memory."""
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
+    return checks(enable=True)  # type: ignore[no-any-return]  # torch has no types here
 
 
 def _loads_plain(data: bytes | bytearray, place: str, device: torch.device, refusal: Exception) -> Any:
@@ -129,13 +149,27 @@ def _loads_plain(data: bytes | bytearray, place: str, device: torch.device, refu
     # Damaged or hostile bytes raise anything; whatever goes wrong here, the value is refused.
     except Exception as error:  # noqa: BLE001  # see above
         cause = error if isinstance(error, pickle.UnpicklingError) else refusal
-        msg = (
-            f"{place}: reading this value needs {_refused_global(cause)}, which is not known to be plain data. If you "
-            "trust whoever wrote the snapshot, pass weights_only=False to Lightning, or trusted=True to "
-            "SnapshotCheckpointIO, Snapshot or load_from_checkpoint; or allow a class of yours with "
-            "torch.serialization.add_safe_globals"
-        )
-        raise UnsafeObjectError(msg) from cause
+        raise _refusal(place, _refused_global(cause)) from cause
+
+
+def _refusal(place: str, what: str) -> UnsafeObjectError:
+    return UnsafeObjectError(
+        f"{place}: reading this value needs {what}, which is not known to be plain data. If you trust whoever wrote "
+        "the snapshot, pass weights_only=False to Lightning, or trusted=True to SnapshotCheckpointIO, Snapshot or "
+        f"load_from_checkpoint{how_to_allow(what.rsplit(maxsplit=1)[-1])}"
+    )
+
+
+def how_to_allow(name: str) -> str:
+    """The end of a message that refuses something: how to register a class; nothing for a function, which may do harm.
+
+    Args:
+        name: Module and name of what was refused. It is not imported.
+    """
+    module, _, attribute = name.rpartition(".")
+    known = getattr(sys.modules.get(module), attribute, None)
+    is_class = known is None or isinstance(known, type)
+    return "; or allow a class of yours with torch.serialization.add_safe_globals" if is_class else ""
 
 
 # The one written in C cannot be told to refuse BUILD.
@@ -150,7 +184,7 @@ class _PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]  # typeshed leave
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        module, name = vetting.current_name(module, name)
         safe = _by_name()
         if f"{module}.{name}" not in safe:
             msg = f"GLOBAL {module}.{name}"
@@ -204,25 +238,15 @@ def find_class(path: str, name: str, *, trusted: bool) -> Any:
 def _safe_globals() -> tuple[_Callable | tuple[_Callable, str], ...]:
     # Python 3.13 moved the path classes and back again; snapshots travel between versions.
     paths = tuple((kind, f"{module}.{kind.__name__}") for kind in _PATHS for module in ("pathlib", "pathlib._local"))
-    guarded = ((_short_range, "builtins.range"), (_exact_fraction, "fractions.Fraction"))
     enums = tuple((functools.partial(kind), f"{kind.__module__}.{kind.__qualname__}") for kind in _ENUMS)
     return (
         *_PLAIN_DATA,
         *paths,
         *enums,
-        *guarded,
+        (_exact_fraction, "fractions.Fraction"),
         *_numpy_globals(),
         (StateDict, "torchsnapshot.state_dict.StateDict"),
     )
-
-
-def _short_range(*bounds: int) -> range:
-    """A range that a pickle may turn into a list without filling the memory."""
-    found = range(*bounds)
-    if len(found) > _MAX_RANGE:
-        msg = f"GLOBAL builtins.range of {len(found)} numbers"
-        raise pickle.UnpicklingError(msg)
-    return found
 
 
 def _exact_fraction(*parts: int | str) -> fractions.Fraction:
@@ -275,6 +299,11 @@ def _numpy_globals() -> tuple[_Callable | tuple[_Callable, str], ...]:
 
 def _refused_global(error: Exception) -> str:
     for pattern in (r"GLOBAL (\S+)", r"but got <class '(\S+)'>", r"function (<.+>)"):
-        if match := re.search(pattern, str(error)):
+        if match := re.search(pattern, _brief(error)):
             return f"the class or function {match[1]}"
-    return f"more than plain data ({error})"
+    return f"more than plain data ({_brief(error)})"
+
+
+def _brief(error: Exception) -> str:
+    """What an error says. torch, for one, quotes all of a hostile file's arguments, which may take megabytes."""
+    return str(error)[:_MAX_QUOTED_CHARACTERS]

@@ -173,7 +173,7 @@ class StateTree:
             if parent in self._entries:
                 return True
             parent = parent.rpartition("/")[0]
-        return path.startswith(f"{ALIAS_ROOT}/")
+        return path.partition("/")[0] == ALIAS_ROOT
 
 
 class _Builder:

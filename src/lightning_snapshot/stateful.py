@@ -1,6 +1,7 @@
 """The two ready-made stateful objects of torchsnapshot's API, and the protocol that they follow."""
 
 from collections import UserDict
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -64,10 +65,13 @@ def copies_tensors_as_they_are(stateful: object) -> bool:
     if not isinstance(stateful, torch.nn.Module) or not _is_libraries_own(stateful.load_state_dict):
         return False
     return not any(
-        part._load_state_dict_pre_hooks or not _is_libraries_own(part._load_from_state_dict)  # noqa: SLF001  # as above
+        not all(map(_is_libraries_own, (part._load_from_state_dict, *part._load_state_dict_pre_hooks.values())))  # noqa: SLF001  # as above
         for part in stateful.modules()
     )
 
 
-def _is_libraries_own(method: object) -> bool:
+def _is_libraries_own(method: Any) -> bool:
+    method = getattr(method, "hook", method)  # how torch wraps hooks
+    while isinstance(method, partial):
+        method = method.func
     return getattr(method, "__module__", "").partition(".")[0] in {"torch", "torchmetrics"}

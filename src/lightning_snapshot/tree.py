@@ -216,6 +216,8 @@ class _Flattener:
 
     def _next_alias(self) -> str:
         self._aliases += 1
+        # torchsnapshot looks for what an entry is in, and takes nothing out of a list.
+        self._flat.items.setdefault(ALIAS_ROOT, ListEntry())
         return f"{ALIAS_ROOT}/{self._alias_prefix}{self._aliases}"
 
     def _leaf(self, path: str, value: Any, place: str) -> None:

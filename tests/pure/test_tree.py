@@ -336,6 +336,7 @@ def test_too_long_paths_move_to_an_alias_with_all_that_is_below(key):
     flat, entries, notes = split(state)
     assert list(entries) == [
         "m",
+        "x-lightning-snapshot",  # torchsnapshot looks for what an entry is in
         "x-lightning-snapshot/1",
         "x-lightning-snapshot/1/w",
         "x-lightning-snapshot/1/w/0",
@@ -351,7 +352,9 @@ def test_too_long_paths_move_to_an_alias_with_all_that_is_below(key):
 def test_app_keys_that_are_no_file_name_or_our_own_move_to_an_alias(key):
     state = {key: [Tensor(), 1], "m": 1}
     _, entries, _ = split(state)
-    assert list(entries) == ["x-lightning-snapshot/1", "x-lightning-snapshot/1/0", "x-lightning-snapshot/1/1", "m"]
+    root = "x-lightning-snapshot"
+    assert list(entries) == [root, f"{root}/1", f"{root}/1/0", f"{root}/1/1", "m"]
+    assert entries[root] == ListEntry()
     assert same(round_trip(state), state)
 
 
