@@ -7,6 +7,8 @@ VENV_OLDEST ?= .venv-oldest
 VENV_BENCH ?= .venv-bench
 PYTEST_ARGS ?= --numprocesses=logical --maxprocesses=4
 BENCH_ARGS ?=
+FUZZ_SECONDS ?= 300
+FUZZ_ARGS ?=
 
 SOURCES := $(wildcard src tests examples benchmarks)
 TORCHSNAPSHOTS := .interop/torchsnapshot-0.1.0/.stamp .interop/torchsnapshot-nightly/.stamp
@@ -15,10 +17,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_PROGRESS_BAR := off
 
-.PHONY: demo test test-oldest lint interop bench clean
+.PHONY: demo demo-ddp test test-oldest lint interop faults fuzz bench soak clean
 
 demo: $(VENV)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV)/bin/python examples/demo.py
+
+demo-ddp: $(VENV)/.stamp
+	$(VENV)/bin/python examples/demo_ddp.py
 
 test: lint interop
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
@@ -33,15 +38,30 @@ lint: $(VENV)/.stamp
 
 interop: $(TORCHSNAPSHOTS)
 
+# Every fault of a disk at every system call, real kills and power cuts. `make test` tries a fixed sample of them.
+faults: $(VENV)/.stamp
+	$(VENV)/bin/python -m pytest tests/faults --complete-faults --timeout=3600 --override-ini=faulthandler_timeout=3700 \
+		$(PYTEST_ARGS)
+
 # About half an hour, on a disk that nothing else uses meanwhile. A single one: `make bench-save_load`; a quick look:
 # `make bench BENCH_ARGS='--scale 0.05'`; another disk: BENCH_ARGS='--dir /mnt/disk'.
 bench:
 	$(MAKE) bench-save_load
 	$(MAKE) bench-small_tensors
 	$(MAKE) bench-memory
+	$(MAKE) bench-ranks
+	$(MAKE) bench-plan_scale
 
 bench-%: benchmarks/%.py $(VENV_BENCH)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV_BENCH)/bin/python $< --json build/bench/$*.json $(BENCH_ARGS)
+
+# A few minutes; a quick look: `make soak BENCH_ARGS=--quick`.
+soak: $(VENV)/.stamp
+	$(VENV)/bin/python benchmarks/soak.py --json build/bench/soak.json $(BENCH_ARGS)
+
+# Another seed, or one case again: `make fuzz FUZZ_ARGS='--seed 7'`, `make fuzz FUZZ_ARGS='--case 7:123'`.
+fuzz: $(VENV)/.stamp
+	$(VENV)/bin/python -m tests.fuzz.fuzz --seconds $(FUZZ_SECONDS) --findings build/fuzz $(FUZZ_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_BENCH) .interop .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

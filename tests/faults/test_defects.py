@@ -1,0 +1,111 @@
+"""The matrix itself is tried: it has to find mistakes."""
+
+from functools import partial
+
+import pytest
+
+from tests.faults.defects import (
+    CommitBeforeData,
+    CopyInsteadOfRename,
+    NoRename,
+    RemoveBeforeCommit,
+    RemoveInsteadOfExchange,
+    WithoutOneSync,
+)
+from tests.faults.matrix import try_power_cuts
+from tests.faults.power import RecordingPosix
+from tests.faults.scenes import OPERATIONS, SCENES, LossError, open_local
+from tests.faults.test_faults import CASES, calls_of
+
+DEFECTS = {
+    "copy of the metadata instead of rename": ("snapshot", CopyInsteadOfRename, open_local),
+    "copy of a folder instead of rename": ("stock file, no exchange", CopyInsteadOfRename, open_local),
+    "no rename of the metadata": ("snapshot", NoRename, open_local),
+    "no rename of a folder": ("nothing", NoRename, open_local),
+    "no exchange": ("stock file", NoRename, open_local),
+    "removal instead of exchange": ("link", RemoveInsteadOfExchange, open_local),
+    "removal before commit": ("snapshot", RecordingPosix, RemoveBeforeCommit),
+    "commit before data": ("snapshot", RecordingPosix, CommitBeforeData),
+    "commit before data at a new path": ("nothing", RecordingPosix, CommitBeforeData),
+}
+
+# Between them, these make every sync that an operation makes; the rest is for ``--complete-faults``.
+TYPICAL = [
+    ("save", "no parents"),
+    ("save", "torchsnapshot"),
+    ("save", "stock file, no exchange"),
+    ("load", "half an exchange"),
+    ("remove", "torchsnapshot"),
+]
+
+# Numbers of syncs without which nothing is lost in the model.
+SPARE = {
+    # Of the folder that the snapshot is in, before a rename publishes a save there: the sync after it covers both.
+    ("save", "no parents"): {6},
+    ("save", "stock file, no exchange"): {5},
+    # Behind an exchange that is finished: for the sake of a removal that follows.
+    ("load", "half an exchange"): {2},
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "scene" in metafunc.fixturenames:
+        is_complete = metafunc.config.getoption("--complete-faults", default=False)
+        metafunc.parametrize(("operation", "scene"), CASES if is_complete else TYPICAL)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_found(tmp_path, sample, defect):
+    scene, posix_type, opener = DEFECTS[defect]
+    root = tmp_path / "disk" / "run" / "x.ckpt"
+    with pytest.raises(LossError):
+        try_power_cuts(OPERATIONS["save"], SCENES[scene], root, sample.chance, posix_type=posix_type, opener=opener)
+    sample.count("defects")
+
+
+def test_a_sync_that_is_left_out_is_found(tmp_path, sample, operation, scene):
+    known, spare = SPARE.get((operation, scene), set()), set()
+    number, last = 0, 1
+    while number < last:
+        number += 1
+        if number in known and not sample.complete:
+            continue
+        syncs = []
+        posix_type = partial(WithoutOneSync, drop=number, syncs=syncs)
+        root = tmp_path / str(number) / "disk" / "run" / "x.ckpt"
+        try:
+            try_power_cuts(
+                OPERATIONS[operation], SCENES[scene], root, sample.chance, posix_type=posix_type, complete=True
+            )
+        except LossError:
+            sample.count("defects")
+        else:
+            spare |= {number} & set(range(1, len(syncs) + 1))
+        last = len(syncs)
+    assert spare == known if sample.complete else spare == set()
+
+
+@pytest.mark.parametrize("case", ["killed behind the commit", "moved back"])
+def test_a_sync_for_the_sake_of_what_comes_after_a_fault_is_found(tmp_path, sample, case):
+    scene = "snapshot" if case == "killed behind the commit" else "stock file, no exchange"
+    calls = calls_of("save", scene)
+    commit = len(calls) - calls[::-1].index("rename")  # its number, from 1 on
+    if case == "killed behind the commit":
+        # Before the next save removes what was replaced, it makes sure that it is.
+        first, in_first, drop = {"crash_at": commit + 1}, False, 1
+    else:
+        # Before a save that failed takes its stage apart, it makes sure that the stage cannot be published any more.
+        drop = sum(name in ("sync", "sync_folder") for name in calls[:commit]) + 1
+        first, in_first = {"fail_at": commit}, True
+
+    def posix_type(disk, **faults):
+        is_first = faults.keys() > {"without"}
+        return WithoutOneSync(disk, drop=drop if is_first == in_first else 0, syncs=[], **faults)
+
+    arguments = OPERATIONS["save"], SCENES[scene]
+    healthy, wrong = (tmp_path / name / "disk" / "run" / "x.ckpt" for name in ("healthy", "wrong"))
+    count = try_power_cuts(*arguments, healthy, sample.chance, complete=sample.complete, stride=4, first=first)
+    sample.count("power cuts", count)
+    with pytest.raises(LossError):
+        try_power_cuts(*arguments, wrong, sample.chance, complete=True, first=first, posix_type=posix_type)
+    sample.count("defects")
