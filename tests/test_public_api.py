@@ -16,8 +16,10 @@ PUBLIC = [
     "SnapshotError",
     "StateDict",
     "__version__",
+    "attach",
     "disable",
     "enable",
+    "latest",
     "load_from_checkpoint",
 ]
 

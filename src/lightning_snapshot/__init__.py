@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_snapshot.errors import SnapshotError
     from lightning_snapshot.integration.callback import SnapshotCallback
+    from lightning_snapshot.integration.fabric import attach
     from lightning_snapshot.integration.loading import disable, enable, load_from_checkpoint
     from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
+    from lightning_snapshot.siblings import latest
     from lightning_snapshot.snapshot import Snapshot
     from lightning_snapshot.stateful import RNGState, StateDict
 
@@ -22,8 +24,10 @@ __all__ = [
     "SnapshotError",
     "StateDict",
     "__version__",
+    "attach",
     "disable",
     "enable",
+    "latest",
     "load_from_checkpoint",
 ]
 
@@ -37,8 +41,10 @@ _HOME = {
     "SnapshotCheckpointIO": "lightning_snapshot.integration.plugin",
     "SnapshotError": "lightning_snapshot.errors",
     "StateDict": "lightning_snapshot.stateful",
+    "attach": "lightning_snapshot.integration.fabric",
     "disable": "lightning_snapshot.integration.loading",
     "enable": "lightning_snapshot.integration.loading",
+    "latest": "lightning_snapshot.siblings",
     "load_from_checkpoint": "lightning_snapshot.integration.loading",
 }
 

@@ -4,31 +4,45 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from lightning_snapshot.errors import DataError, NotASnapshotError, UnsafeObjectError
+from lightning_snapshot.group import Group
 from lightning_snapshot.integration.namespaces import bases
+from lightning_snapshot.integration.ranks import part_to_load, rank_and_world_size
+from lightning_snapshot.manifest import Manifest
+from lightning_snapshot.objects import how_to_allow
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load
 from lightning_snapshot.save import save
+from lightning_snapshot.session import Session
+from lightning_snapshot.siblings import Fallback
 from lightning_snapshot.snapshot import new_save_id
-from lightning_snapshot.storage import local_path, open_storage
+from lightning_snapshot.stats import Stats
+from lightning_snapshot.storage import Storage, local_path, open_storage
+from lightning_snapshot.together import MainRankSharing, Save, save_as_one
 
 __all__ = ["SnapshotCheckpointIO"]
 
 _Path: TypeAlias = str | os.PathLike[str]
+
+# After this, a rank that has not come to a save is named in a warning.
+_LATE_SECONDS = 30.0
+# A temporary file of fsspec, which stock Lightning moves to the path of the checkpoint, or into the folder there.
+_STOCK_FILE = re.compile(r"tmp[a-z0-9_]{8}")
 
 
 class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "CheckpointIO")):  # type: ignore[misc]  # bases depend on what is installed
     """Saves and loads Lightning's checkpoints as snapshots: ``Trainer(plugins=[SnapshotCheckpointIO()])``, or Fabric.
 
     A checkpoint becomes a folder under the name that Lightning gives it. Until a save has succeeded, the path holds
-    what it held before. Stock ``.ckpt`` files load, too. All methods may be called on any one rank alone: none of them
-    waits for another rank.
+    what it held before. Stock ``.ckpt`` files load, too. All methods may be called on any one rank alone, except
+    `save_on_all_ranks`: none of them waits for another rank.
 
     Args:
         verify: Compare checksums of everything that is loaded.
@@ -37,6 +51,12 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             `UnsafeObjectError`.
         storage_options: Passed to the storage of every save and load.
         memory_budget_bytes: Upper bound of the staging memory of a save or load; 64 MiB by default.
+        on_damaged: What to do if a snapshot to load is damaged: raise the ``"error"``, or load the newest complete
+            snapshot in the same folder that is older (``"previous"``), with a warning.
+        check_replicas: Before each save by several ranks, compare the content of what all of them should hold alike,
+            and raise `UnsupportedValueError` if it differs.
+        rank_timeout_seconds: In a save by several ranks: after this without a sign of life of a rank, the others
+            raise `RankTimeoutError`. The time-out of training's process group does not matter.
     """
 
     def __init__(
@@ -45,11 +65,21 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         trusted: bool = False,  # noqa: FBT001, FBT002  # as above
         storage_options: dict[str, Any] | None = None,
         memory_budget_bytes: int | None = None,
+        on_damaged: Literal["error", "previous"] = "error",
+        check_replicas: bool = False,  # noqa: FBT001, FBT002  # as above
+        rank_timeout_seconds: float = 1800.0,
     ) -> None:
+        if on_damaged not in ("error", "previous"):
+            msg = f"on_damaged must be 'error' or 'previous', found {on_damaged!r}"
+            raise ValueError(msg)
         budget = Options.from_env().memory_budget_bytes if memory_budget_bytes is None else memory_budget_bytes
         self._options = Options(budget, verify=verify, trusted=trusted)
         self._storage_options = storage_options or {}
-        self._warned_of_single_writer = False
+        self._fallback = Fallback(previous=on_damaged == "previous", storage_options=self._storage_options)
+        self._session = Session()
+        self._check_replicas = check_replicas
+        self._rank_timeout_seconds = rank_timeout_seconds
+        self._expects_single_writer = False
         self._tensors_to_restore: Callable[[_Path], Mapping[str, torch.Tensor]] | None = None
 
     def save_checkpoint(
@@ -67,8 +97,47 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             StorageError: The storage failed. What was at ``path`` is still there.
         """
         self._warn_of_single_writer()
-        storage = open_storage(path, {**self._storage_options, **(storage_options or {})})
-        save(checkpoint, storage, save_id=new_save_id(), options=self._options)
+        storage = self._open(path, storage_options)
+        save(checkpoint, storage, save_id=new_save_id(), options=self._options, session=self._session)
+
+    def save_on_all_ranks(
+        self,
+        checkpoint: dict[str, Any],
+        path: _Path,
+        sharing: MainRankSharing,
+        storage_options: dict[str, Any] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Save a checkpoint that all ranks have, each rank a share of it; on all ranks, and they wait for each other.
+
+        Args:
+            checkpoint: As in `save_checkpoint`. Rank 0's counts, and of what ranks have of their own, each one's.
+            path: Folder to write; rank 0's counts.
+            sharing: What ranks have in common.
+            storage_options: Passed to the storage.
+            timeout_seconds: Instead of ``rank_timeout_seconds``.
+
+        Raises:
+            UnsupportedValueError: A value cannot be stored, or replicas differ. Nothing is written.
+            StorageError: The storage failed on some rank. What was at ``path`` is still there.
+            RankError: Another rank failed or did not come.
+        """
+        timeout_seconds = timeout_seconds or self._rank_timeout_seconds
+        late_seconds = min(_LATE_SECONDS, timeout_seconds / 4)
+        request = Save(
+            os.fspath(path),
+            lambda place: self._open(place, storage_options),
+            new_save_id(),
+            self._options,
+            self._session,
+            Group.of(late_seconds=late_seconds, timeout_seconds=timeout_seconds),
+        )
+        save_as_one(checkpoint, request, sharing, check_replicas=self._check_replicas)
+
+    def expect_single_writer(self) -> None:
+        """Do not warn any more if one of several ranks saves alone: the others know how to take part."""
+        self._expects_single_writer = True
 
     def load_checkpoint(
         self,
@@ -77,6 +146,12 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         weights_only: bool | None = None,  # noqa: FBT001  # Lightning passes it by position
     ) -> dict[str, Any]:
         """Load a snapshot, or a stock checkpoint file.
+
+        What ranks had of their own at the save, each gets back if there are as many ranks now; otherwise all get rank
+        0's, with a warning.
+
+        In place of an unfinished save or removal, the newest complete snapshot in the same folder is loaded, with a
+        warning; ``on_damaged`` says whether that is also done for a damaged snapshot.
 
         Args:
             path: Folder or file.
@@ -89,13 +164,44 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             MetadataError, DataError: The snapshot is damaged.
             UnsafeObjectError: A value needs code that is not known to be safe.
         """
-        targets = self._take_targets(path)
+        return self.load_into(path, self._take_targets(path), map_location=map_location, weights_only=weights_only)
+
+    def load_into(
+        self,
+        path: _Path,
+        targets: Mapping[str, torch.Tensor],
+        *,
+        skip: Collection[str] | Callable[[Manifest], Collection[str]] = (),
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load like `load_checkpoint`, as far as possible into tensors that exist.
+
+        Args:
+            path: Folder or file.
+            targets: Logical path → tensor (``state_dict/layer.weight``). Of one that is spread over ranks, this rank's
+                part is read. They then stand in the checkpoint, so nothing may edit it.
+            skip: Top-level keys of a snapshot that are not wanted; or what gives them, given the snapshot.
+            map_location: For other tensors.
+            weights_only: As in `load_checkpoint`.
+        """
         trusted = self._options.trusted or weights_only is False
         if os.path.isfile(local_path(path)):
             return _load_file(path, map_location, weights_only=False if trusted else weights_only)
-        storage = open_storage(path, self._storage_options)
         options = replace(self._options, trusted=trusted)
-        return load(storage, rank=0, options=options, targets=targets, device=_device(map_location))
+        device = _device(map_location)
+        read = partial(
+            load,
+            rank=part_to_load,
+            options=options,
+            skip=skip,
+            targets=targets,
+            device=device,
+            session=self._session,
+        )
+        state = self._fallback.load(path, read, targets)
+        _warn_of_stock_files(path)
+        return state
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Remove a snapshot, a stock checkpoint file, a sharded checkpoint of Lightning, or a link to any of them.
@@ -107,10 +213,21 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             NotASnapshotError: There is something that no checkpoint plugin wrote.
             StorageError: The storage failed.
         """
-        open_storage(path, self._storage_options).remove()
+        self._open(path).remove()
 
     def teardown(self) -> None:
-        """Nothing is kept between saves, so there is nothing to release; the plugin can be used again."""
+        """Give back the memory that is kept between saves. The plugin can be used again."""
+        self._session.release()
+
+    @property
+    def last_save(self) -> Stats | None:
+        """What the last save did and how long it took; ``None`` before the first."""
+        return self._session.last_save
+
+    @property
+    def last_load(self) -> Stats | None:
+        """What the last load of a snapshot did and how long it took; ``None`` before the first."""
+        return self._session.last_load
 
     def read_next_checkpoint_into(self, tensors: Callable[[_Path], Mapping[str, torch.Tensor]] | None) -> None:
         """Let a coming `load_checkpoint` read into tensors that exist, so that no second copy is made.
@@ -124,6 +241,9 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         """
         self._tensors_to_restore = tensors
 
+    def _open(self, path: _Path, storage_options: Mapping[str, Any] | None = None) -> Storage:
+        return open_storage(path, {**self._storage_options, **(storage_options or {})})
+
     def _take_targets(self, path: _Path) -> Mapping[str, torch.Tensor]:
         targets = self._tensors_to_restore(path) if self._tensors_to_restore else {}
         if targets:
@@ -131,17 +251,26 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         return targets
 
     def _warn_of_single_writer(self) -> None:
-        distributed = torch.distributed
-        if self._warned_of_single_writer or not (distributed.is_available() and distributed.is_initialized()):
-            return
-        if distributed.get_world_size() > 1:
-            self._warned_of_single_writer = True
+        rank, world_size = rank_and_world_size()
+        if world_size > 1 and not self._expects_single_writer:
+            self._expects_single_writer = True
             warnings.warn(
-                f"SnapshotCheckpointIO writes on rank {distributed.get_rank()} alone while the other "
-                f"{distributed.get_world_size() - 1} ranks wait; sharing the work is not supported yet. The snapshot "
-                "is complete for strategies that replicate the model.",
+                f"SnapshotCheckpointIO writes on rank {rank} alone while the other {world_size - 1} ranks wait, and "
+                "what they have of their own is not saved. For all ranks to save, add SnapshotCallback() to the "
+                "Trainer, or call attach(fabric)",
                 stacklevel=3,
             )
+
+
+def _warn_of_stock_files(path: _Path) -> None:
+    folder = local_path(path)
+    names = [name for name in os.listdir(folder) if _STOCK_FILE.fullmatch(name)]
+    if names:
+        msg = (
+            f"{path}: loaded the snapshot, but its folder also holds {names[0]}, as stock Lightning leaves it if it "
+            f"saves over a snapshot; if that is what you want, load {os.path.join(path, names[0])}, else remove it"
+        )
+        warnings.warn(msg, stacklevel=3)
 
 
 def _device(map_location: Any) -> torch.device:
@@ -164,10 +293,10 @@ def _load_file(path: _Path, map_location: Any, *, weights_only: bool | None) -> 
         # How torch names what it has refused to run.
         refused = re.search(r"GLOBAL (\S+)|but got <class '(\S+)'>", str(error))
         if refused:
+            name = refused[1] or refused[2]
             msg = (
-                f"{path}: reading this checkpoint file needs {refused[1] or refused[2]}, which is not known to be "
-                "plain data. If you trust whoever wrote it, pass weights_only=False (Lightning) or trusted=True; or "
-                "allow the class with torch.serialization.add_safe_globals"
+                f"{path}: reading this checkpoint file needs {name}, which is not known to be plain data. If you trust "
+                f"whoever wrote it, pass weights_only=False (Lightning) or trusted=True{how_to_allow(name)}"
             )
             raise UnsafeObjectError(msg) from error
         msg = f"{path}: expected a checkpoint file written by torch.save, but it cannot be read: {error}"

@@ -1,4 +1,4 @@
-"""Train on two processes with nothing but the plugin: ``two_ranks.py NAMESPACE FOLDER``."""
+"""Train and resume on two processes that Lightning starts: ``two_ranks.py NAMESPACE FOLDER``."""
 
 import json
 import sys
@@ -9,47 +9,40 @@ from pathlib import Path
 
 import torch
 
-from lightning_snapshot import SnapshotCheckpointIO
+from lightning_snapshot import SnapshotCallback, SnapshotCheckpointIO
 from tests.lightning.models import models, state_of
 
 
 def main(name: str, folder: Path) -> None:
     pl = import_module({"lightning": "lightning.pytorch"}.get(name, name))
-    calls = []
-
-    class Recording(SnapshotCheckpointIO):
-        def save_checkpoint(self, checkpoint, path, storage_options=None):
-            calls.append("save")
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-        def load_checkpoint(self, path, map_location=None, weights_only=None):
-            calls.append("load")
-            return super().load_checkpoint(path, map_location, weights_only)
 
     def fit(max_epochs, ckpt_path=None):
         checkpoint = pl.callbacks.ModelCheckpoint(folder / "kept", monitor="val_loss", save_top_k=-1, save_last=True)
         trainer = pl.Trainer(
             accelerator="cpu",
-            callbacks=[checkpoint],
+            callbacks=[checkpoint, SnapshotCallback()],
             devices=2,
             enable_model_summary=False,
             enable_progress_bar=False,
             logger=False,
             max_epochs=max_epochs,
-            plugins=[plugin],
+            plugins=[SnapshotCheckpointIO()],
             strategy=pl.strategies.DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=30)),
         )
         trainer.fit(models(name).Tiny(), ckpt_path=ckpt_path)
         return trainer
 
-    plugin = Recording()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(2)
         trainer = fit(3, ckpt_path=folder / "kept" / "last.ckpt")
-    ours = [str(warning.message) for warning in caught if "SnapshotCheckpointIO" in str(warning.message)]
+    found = {
+        "bytes": trainer.strategy.checkpoint_io.last_save.data_bytes,
+        "resumed at": trainer.lightning_module.trained_steps[0],
+        "warnings": [str(each.message) for each in caught if "SnapshotCheckpointIO" in str(each.message)],
+    }
     rank = trainer.global_rank
-    (folder / f"rank{rank}.json").write_text(json.dumps({"calls": calls, "warnings": ours}))
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
     if rank == 0:
         torch.save(state_of(trainer), folder / "final.pt")
 
