@@ -29,11 +29,13 @@ OURS = "lightning_snapshot"
 
 State = dict[str, torch.Tensor]
 
-# Name of a ratio → its goal, as a factor or in bytes. The first group must be reached, the second not exceeded.
+# Name of a ratio → its goal, as a factor, in seconds or in bytes. The first group must be reached, the second not
+# exceeded.
 AT_LEAST = {
     "save_vs_raw": 0.85,
     "save_vs_best_peer": 2.0,
     "save_vs_torchsnapshot": 4.0,
+    "vs_torchsnapshot": 1.0,
     "load_vs_raw": 0.85,
     "load_vs_best_peer": 1.5,
 }
@@ -43,6 +45,10 @@ AT_MOST = {
     "small_save_vs_safetensors": 1.2,
     "small_load_vs_safetensors": 1.5,
     "open_vs_torchsnapshot": 0.1,
+    "plan_1024_seconds": 10.0,
+    "plan_growth_per_rank": 1.2,
+    "received_growth": 1.1,
+    "two_ranks_vs_one": 0.55,
 }
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -161,9 +167,12 @@ def seconds(action: Callable[[], object]) -> float:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    """The options that all benchmarks have."""
+def parse_arguments(
+    description: str, more: Callable[[argparse.ArgumentParser], object] = lambda _: None
+) -> argparse.Namespace:
+    """The options that all benchmarks have, and more."""
     parser = argparse.ArgumentParser(description=description)
+    more(parser)
     parser.add_argument("--rounds", type=int, default=3, help="measurements of everything; medians count (default: 3)")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the state, for quick runs (default: 1)")
     parser.add_argument("--dir", type=Path, default=ROOT / "build" / "bench", help="folder on the disk to measure")
@@ -210,7 +219,9 @@ def span(samples: Sequence[float], digits: int) -> str:
 def machine(folder: Path) -> dict[str, Any]:
     """What the figures depend on."""
     device, file_system = _mount(folder)
+    # The peers, where they are loaded.
     packages = ("lightning-snapshot", "torch", "lightning", "safetensors", "torchsnapshot", "torch_checkpointing")
+    loaded = [name for name in packages if name.replace("-", "_") in sys.modules]
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "cores": len(os.sched_getaffinity(0)),
@@ -220,7 +231,7 @@ def machine(folder: Path) -> dict[str, Any]:
         "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         "commit": _commit(),
-        "packages": {name: version(name) for name in packages},
+        "packages": {name: version(name) for name in loaded},
         "page_cache_dropped": can_drop_page_cache(),
     }
 

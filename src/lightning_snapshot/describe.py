@@ -114,7 +114,8 @@ class _Leaves:
         return replace(spec, replicated=True, by_rank_0=not self.sharing.is_split(path, tensor))
 
     def _add_dense(self, path: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-        first = self.first_path.setdefault(tensors.memory_key(tensor), path)
+        # The same memory may be a tensor of its own here, and there a part of one that is spread over ranks.
+        first = self.first_path.setdefault((*tensors.memory_key(tensor), spec.shape, spec.box), path)
         if first != path:
             self.specs[first] = replace(self.specs[first], is_tied=True)
             spec = replace(spec, tied_to=first, is_tied=True)
@@ -126,8 +127,8 @@ class _Leaves:
         part = tensors.local_part(item.value, item.place)
         spec = tensors.tensor_spec(part.tensor)
         is_whole = part.box.sizes == part.shape
-        if is_whole and part.is_everywhere(self.world_size):
-            spec = replace(spec, replicated=self.world_size > 1)
+        if is_whole and (self.world_size == 1 or part.is_everywhere(self.world_size)):
+            spec = replace(spec, replicated=True)
         elif self.world_size == 1:
             msg = (
                 f"{item.place}: this tensor is spread over several ranks, and only one of them saves; all ranks save "

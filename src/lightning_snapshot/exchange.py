@@ -116,18 +116,24 @@ def collect(meeting: Meeting, heard: Heard, opening: Opening, mine: Contribution
         return None
     messages = [_decode(each, _Message) for each in gathered]
     structures: dict[bytes, _Structure] = {}
-    contributions = [_contribution(message, heard, structures) for message in messages]
+    paths_met: dict[str, str] = {}
+    contributions = [_contribution(message, heard, structures, paths_met) for message in messages]
     heard.contributions = structures
     heard.remembering = [message.remembers for message in messages]
     return contributions
 
 
-def _contribution(message: _Message, heard: Heard, structures: dict[bytes, _Structure]) -> Contribution:
-    # Ranks that say the same share one object, which makes comparing them cheap.
+def _contribution(
+    message: _Message, heard: Heard, structures: dict[bytes, _Structure], paths_met: dict[str, str]
+) -> Contribution:
+    # Ranks that say the same share one object, and equal paths are one text, which makes comparing them cheap.
     structure = structures.get(message.digest)
     if structure is None:
-        known = heard.contributions.get(message.digest)
-        structure = _decode(message.content, _Structure) if known is None else known
+        structure = heard.contributions.get(message.digest)
+        if structure is None:
+            structure = _decode(message.content, _Structure)
+            paths = tuple(map(paths_met.setdefault, structure.paths, structure.paths))
+            structure = msgspec.structs.replace(structure, paths=paths)
         structures[message.digest] = structure
     values = _decode(message.values, _Values)
     specs = {

@@ -1,5 +1,6 @@
 """``.snapshot_metadata`` ─manifest→ entries ─read_plan→ plan ─execute→ leaves ─tree→ state."""
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from lightning_snapshot.rebuild import StateTree, read_primitive
 from lightning_snapshot.session import Session
 from lightning_snapshot.stats import Meter
 from lightning_snapshot.storage import Storage
+from lightning_snapshot.tree import encode_key
+from lightning_snapshot.view import ranks_with
 
 __all__ = ["load", "read_manifest", "read_value"]
 
@@ -33,8 +36,12 @@ _MAX_ATTEMPTS = 10
 _CPU = torch.device("cpu")
 
 
-def read_manifest(storage: Storage) -> Manifest:
+def read_manifest(storage: Storage, session: Session | None = None) -> Manifest:
     """The manifest of a snapshot.
+
+    Args:
+        storage: The snapshot.
+        session: Remembers it. Not to be changed, then.
 
     Raises:
         SnapshotNotFoundError: There is nothing.
@@ -42,33 +49,48 @@ def read_manifest(storage: Storage) -> Manifest:
         MetadataError: The metadata is damaged.
     """
     with no_garbage_collection():
-        return decode(storage.read_metadata(), source=f"{storage.url}/.snapshot_metadata")
+        data = storage.read_metadata()
+        source = f"{storage.url}/.snapshot_metadata"
+        if session is None:
+            return decode(data, source=source)
+        # Each object of a state is restored on its own, and with many ranks the text is long.
+        digest = hashlib.blake2b(source.encode() + data).digest()
+        known = session.last_read
+        if known is None or known[0] != digest:
+            session.last_read = known = digest, decode(data, source=source)
+        return known[1]
 
 
 def load(
     storage: Storage,
     *,
-    rank: int,
+    rank: int | Callable[[Manifest], int],
     options: Options,
     keys: Collection[str] | None = None,
+    skip: Collection[str] | Callable[[Manifest], Collection[str]] = (),
     targets: Mapping[str, torch.Tensor] | None = None,
     device: torch.device = _CPU,
     mmap: bool = False,
     session: Session | None = None,
+    asked: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load the state that a rank sees.
 
     Args:
         storage: The snapshot.
-        rank: Any rank from 0 on; one that did not exist at the save gets what is shared.
+        rank: Any rank from 0 on; one that did not exist at the save gets what is shared. Or what says whose state it
+            is to be, given the snapshot.
         options: The knobs.
         keys: Top-level keys to load; all by default. Nothing else is read.
+        skip: Top-level keys that are left out if ``keys`` is not given; or what gives them, given the snapshot.
         targets: Logical path → tensor of the caller into which the stored one is read, if dtype and shape are equal;
             it then stands in the returned state. When this raises, targets may be partly filled.
         device: Where tensors without a target go.
         mmap: Map tensors on the CPU instead of reading them, where they lie in one piece in a local file. They are
             not verified, row-major, and what is written to them stays in memory.
         session: What earlier loads have left for this one.
+        asked: Logical paths of what the caller has. If given, tensors that are spread over ranks come if they are
+            among these, whichever rank has saved them, and no others.
 
     Returns:
         App key → state, with types, order and aliasing as they were saved; sharded tensors come in full.
@@ -80,9 +102,16 @@ def load(
         UnsafeObjectError: A value needs code that is not known to be safe, and ``options.trusted`` is false.
     """
     session = session or Session()
-    request = Request(rank, options, session, Meter("load", storage.url), targets or {}, device, mmap)
-    state = _with_retry(storage, lambda manifest: _load(LeafReader(storage, manifest, request), keys))
-    session.last_load = request.meter.finish()
+    meter = Meter("load", storage.url)
+
+    def action(manifest: Manifest) -> dict[str, Any]:
+        viewer = rank(manifest) if callable(rank) else rank
+        request = Request(viewer, options, session, meter, targets or {}, device, mmap, asked)
+        left_out = skip(manifest) if callable(skip) else skip
+        return _load(LeafReader(storage, manifest, request), keys, left_out)
+
+    state = _with_retry(storage, session, action)
+    session.last_load = meter.finish()
     return state
 
 
@@ -120,25 +149,25 @@ def read_value(
     rank, logical_path = split_rank(path)
     targets = {} if target is None or index is not None else {logical_path: target}
 
-    request = Request(rank, options, session, meter, targets, mmap=mmap)
+    request = Request(rank, options, session, meter, targets, mmap=mmap, asked=(logical_path,))
 
     def action(manifest: Manifest) -> Any:
         return _read_value(LeafReader(storage, manifest, request), path, logical_path, target, index)
 
-    value = _with_retry(storage, action)
+    value = _with_retry(storage, session, action)
     session.last_load = meter.finish()
     return value
 
 
-def _with_retry(storage: Storage, action: Callable[[Manifest], _T]) -> _T:
+def _with_retry(storage: Storage, session: Session, action: Callable[[Manifest], _T]) -> _T:
     """Run ``action`` on the manifest, and again on a newer one if somebody saves over the snapshot meanwhile."""
     try:
-        manifest = read_manifest(storage)
+        manifest = read_manifest(storage, session)
         for _ in range(_MAX_ATTEMPTS - 1):
             try:
                 return action(manifest)
             except MissingDataError:  # noqa: PERF203  # a load is not made slower by it
-                newer = read_manifest(storage)
+                newer = read_manifest(storage, session)
                 if newer == manifest:
                     raise
                 manifest = newer
@@ -154,11 +183,14 @@ def _name_snapshot(storage: Storage, error: SnapshotError) -> None:
         error.args = (f"{storage.url}: {error.args[0]}",)
 
 
-def _load(leaves: LeafReader, keys: Collection[str] | None) -> dict[str, Any]:
+def _load(leaves: LeafReader, keys: Collection[str] | None, skip: Collection[str]) -> dict[str, Any]:
     with leaves.request.meter.stage("plan"), no_garbage_collection():
         notes = leaves.notes_of_view()
         tree = StateTree({path: located.entry for path, located in leaves.view.items()}, notes)
-        roots = tree.roots if keys is None else {key: _root(leaves.storage, tree, key) for key in keys}
+        if keys is None:
+            roots = {key: path for key, path in tree.roots.items() if key not in skip}
+        else:
+            roots = {key: _root(leaves, tree, key) for key in keys}
         paths = tree.leaf_paths(roots.values(), with_root_attributes=keys is None)
     values = leaves.read(paths)
     with leaves.request.meter.stage("rebuild"), no_garbage_collection():
@@ -167,10 +199,12 @@ def _load(leaves: LeafReader, keys: Collection[str] | None) -> dict[str, Any]:
         return tree.root_container(state, values.__getitem__) if keys is None else state
 
 
-def _root(storage: Storage, tree: StateTree, key: str) -> str:
+def _root(leaves: LeafReader, tree: StateTree, key: str) -> str:
     roots = tree.roots
     if key not in roots:
-        msg = f"{storage.url}: expected the key {key!r}, found only {sorted(roots)}"
+        holders = ranks_with(leaves.manifest, encode_key(key))
+        of_others = f"; rank {', '.join(map(str, holders))} stored {key!r} for itself" if holders else ""
+        msg = f"{leaves.storage.url}: expected the key {key!r}, found only {sorted(roots)}{of_others}"
         raise EntryNotFoundError(msg)
     return roots[key]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_snapshot import __version__
 from lightning_snapshot.commit import commit, replaced_locations
-from lightning_snapshot.describe import describe
+from lightning_snapshot.describe import Sharing, describe
 from lightning_snapshot.devices import SideStreams
 from lightning_snapshot.execute import Means
 from lightning_snapshot.manifest import Extension, FileRecord, Manifest, RankNotes
@@ -56,6 +56,7 @@ def begin_save(
     options: Options,
     session: Session | None = None,
     claim: bool = False,
+    sharing: Sharing | None = None,
 ) -> Saving:
     """Begin a save like `save`, up to the point where tensors are read. Everything else is captured when this returns.
 
@@ -66,6 +67,7 @@ def begin_save(
         options: As in `save`.
         session: As in `save`.
         claim: Let the place exist from now on, as an empty folder if nothing else is there.
+        sharing: What ranks get that do not exist now.
 
     Raises:
         UnsupportedValueError: As in `save`.
@@ -74,7 +76,7 @@ def begin_save(
     session = session or Session()
     meter = Meter("save", storage.url)
     with meter.stage("plan"), no_garbage_collection():
-        described = describe(state)
+        described = describe(state, sharing=sharing)
         plan = session.planner.plan([described.specs], Layout(save_id, options.chunk_bytes, options.file_bytes))
         replaced = replaced_locations(storage)
         transaction = storage.begin(save_id, claim=claim)

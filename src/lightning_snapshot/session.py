@@ -5,6 +5,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_snapshot.manifest import Manifest
 from lightning_snapshot.memory import BufferPool
 from lightning_snapshot.options import Options
 from lightning_snapshot.stats import Stats
@@ -42,6 +43,7 @@ class Session:
         heard: Remembers what other ranks have said.
         last_save: Record of the last save that succeeded.
         last_load: Record of the last load that succeeded.
+        last_read: Digest of the last metadata that was read, and what it says.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,7 @@ class Session:
         self.heard = Heard()
         self.last_save: Stats | None = None
         self.last_load: Stats | None = None
+        self.last_read: tuple[bytes, Manifest] | None = None
         self._pool: BufferPool | None = None
         self._budget_bytes = 0
         self._process = os.getpid()
@@ -76,3 +79,4 @@ class Session:
                 self._pool.release()
             self.planner = Planner()
             self.heard = Heard()
+            self.last_read = None

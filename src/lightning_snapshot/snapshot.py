@@ -1,12 +1,16 @@
 """``Snapshot``: torchsnapshot's API on this project's engine."""
 
 import datetime
+import fnmatch
+import logging
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_snapshot.errors import (
     EntryNotFoundError,
@@ -14,18 +18,25 @@ from lightning_snapshot.errors import (
     UnsupportedFeatureError,
     UnsupportedValueError,
 )
-from lightning_snapshot.manifest import Entry, Manifest
+from lightning_snapshot.group import Group
+from lightning_snapshot.manifest import Entry, Manifest, PrimitiveEntry
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load, read_manifest, read_value
-from lightning_snapshot.save import save
+from lightning_snapshot.save import begin_save
 from lightning_snapshot.session import Session
 from lightning_snapshot.stateful import RNGState, Stateful, copies_tensors_as_they_are
 from lightning_snapshot.stats import Stats
-from lightning_snapshot.storage import open_storage
-from lightning_snapshot.tensors import tensors_by_path
+from lightning_snapshot.storage import Storage, open_storage
+from lightning_snapshot.tensors import is_spread, is_tensor, tensors_by_path
+from lightning_snapshot.together import Save, save_each
+from lightning_snapshot.tree import ALIAS_ROOT, Leaf, encode_key, flatten
 from lightning_snapshot.verify import Progress, Report, verify
+from lightning_snapshot.view import kept_back, values_of_ranks
 
 __all__ = ["Snapshot", "new_save_id"]
+
+_MAX_LISTED = 5
+_logger = logging.getLogger("lightning_snapshot")
 
 
 def new_save_id() -> str:
@@ -41,7 +52,8 @@ class Snapshot:
 
     Args:
         path: Folder, as a path or a ``file://`` URL.
-        pg: Process group. One process only for now.
+        pg: Process group of the ranks that save or restore together. By default all ranks, or this process alone if
+            there is no process group. Its first rank is rank 0 of the snapshot.
         storage_options: Passed to the storage.
         verify: Compare checksums of what is read, where the snapshot has some.
         trusted: Let stored objects run their own code when they are read. Without it, values that are not known to be
@@ -57,7 +69,8 @@ class Snapshot:
         verify: bool = True,
         trusted: bool = False,
     ) -> None:
-        _refuse_several_ranks(pg)
+        self._pg = pg
+        self._storage_options = storage_options
         self.path = os.fspath(path)
         self._storage = open_storage(path, storage_options)
         self._session = Session()
@@ -73,27 +86,50 @@ class Snapshot:
         replicated: list[str] | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> "Snapshot":
-        """Save the state of some objects.
+        """Save the state of some objects. Called on all ranks of the process group; each saves what it has.
 
         Until this returns, the path holds what it held before; then it holds the new snapshot, also after a power
-        cut. The random number generators are as before.
+        cut. The random number generators are as before. If it fails on one rank, all ranks raise, and nothing is left.
+
+        A value is stored once instead of once for each rank, and ranks that do not exist now can restore it, if all
+        ranks have it and one of `replicated` matches its path on each of them. The same holds for parameters and
+        buffers of a ``DistributedDataParallel`` module, except for those that it ignores. Each rank writes a share of
+        such tensors; of the buffers, those of rank 0 count. Tensors that ``torch.distributed`` spreads over the ranks
+        (``DTensor``, ``ShardedTensor``) are stored once in any case.
 
         Args:
-            path: Folder to write. A snapshot, file or link that is there is replaced.
+            path: Folder to write. A snapshot, file or link that is there is replaced. If the ranks name different
+                ones, that of rank 0 counts.
             app_state: Name → object with ``state_dict``/``load_state_dict``. At most one `RNGState`.
-            pg: Process group. One process only for now.
-            replicated: Glob patterns of paths that all ranks share; with one process everything is stored once anyway.
+            pg: Process group. By default all ranks, or this process alone if there is no process group.
+            replicated: Glob patterns of paths ``<name>/<key>/…``, as in `get_manifest` but without the rank. ``*``
+                stands for any text, also one with slashes: ``["**"]`` or ``["*"]`` is everything.
             storage_options: Passed to the storage.
 
         Raises:
-            UnsupportedValueError: A value cannot be stored. Nothing is written.
+            UnsupportedValueError: A value cannot be stored, or replicated ones differ. Nothing is written.
             StorageError: The storage failed. What was there before is still there.
+            RankError: Another rank failed for a reason of its own.
+            RankTimeoutError: A rank did not come, or is gone.
         """
         snapshot = cls(path, pg, storage_options)
-        del replicated  # one process writes everything once, whatever is replicated
-        states = _state_dicts(app_state)
-        save(states, snapshot._storage, save_id=new_save_id(), options=snapshot._options, session=snapshot._session)
+        sharing = _Replicated(app_state, replicated or ())
+        group = Group.of(pg)
+        options, session, save_id = snapshot._options, snapshot._session, new_save_id()
+        if group.world_size == 1:
+            states = _state_dicts(app_state)
+            begin_save(
+                states, snapshot._storage, save_id=save_id, options=options, session=session, sharing=sharing
+            ).finish()
+        else:
+            save = Save(snapshot.path, snapshot._move_to, save_id, options, session, group)
+            save_each(lambda: _state_dicts(app_state), save, sharing)
         return snapshot
+
+    def _move_to(self, path: str) -> Storage:
+        if path != self.path:
+            self.path, self._storage = path, open_storage(path, self._storage_options)
+        return self._storage
 
     @classmethod
     def async_take(cls, *_: Any, **__: Any) -> None:
@@ -108,29 +144,66 @@ class Snapshot:
     def restore(self, app_state: Mapping[str, Stateful], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # torchsnapshot's signature
         """Load the state of some objects, in place where a tensor of equal dtype and shape is there.
 
-        Each object reads only its own part of the snapshot. When this raises, tensors of the object that was being
-        restored may be partly filled.
+        Each object reads only its own part of the snapshot, and of a tensor that is spread over ranks only what this
+        rank has of it, no matter how the tensor was spread at the save. When this raises, tensors of the object that
+        was being restored may be partly filled.
+
+        With other ranks than at the save, a rank gets what it had itself, what was replicated, and what was spread
+        over ranks. What only ranks had that do not exist any more is left out, which rank 0 logs. Of tensors that
+        were spread over ranks, an object that has tensors gets only those that it has.
 
         Args:
             app_state: Name → object. Names that are only in the snapshot are ignored.
             strict: Passed to ``load_state_dict`` of modules.
 
         Raises:
-            EntryNotFoundError: The snapshot has no such name.
+            EntryNotFoundError: The snapshot has no such name, or this rank did not exist at the save, and each rank
+                had its own values of what it asks for.
             TargetMismatchError: A parameter or buffer of a module has another shape than the stored one.
             DataError: A data file is missing or damaged.
             UnsafeObjectError: A value needs code that is not known to be safe.
         """
         _check_rng_states(app_state)
-        for key, stateful in sorted(app_state.items(), key=lambda item: isinstance(item[1], RNGState)):
-            own = tensors_by_path({key: stateful.state_dict()})
-            targets = own if copies_tensors_as_they_are(stateful) else {}
-            state = self._load([key], targets)[key]
+        group = Group.of(self._pg)
+        # All ranks in one order, because getting or setting the state of a module can be a joint action of all ranks.
+        for key, stateful in sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0])):
+            current = {key: stateful.state_dict()}
+            own = tensors_by_path(current)
+            self._check_elasticity(key, current, group)
+            targets = own if copies_tensors_as_they_are(stateful) else _copies_of_spread(own)
+            state = self._load([key], group.rank, targets=targets, asked=own.keys())[key]
             if isinstance(stateful, torch.nn.Module):
                 _check_shapes(key, own, state)
                 stateful.load_state_dict(state, strict=strict)
             else:
                 stateful.load_state_dict(state)
+
+    def _check_elasticity(self, key: str, current: Mapping[str, Any], group: Group) -> None:
+        """Say what this rank, or ranks that do not exist any more, do not get back of a state."""
+        manifest = read_manifest(self._storage, self._session)
+        root = encode_key(key)
+        if group.rank >= manifest.world_size:
+            kept = kept_back(manifest, group.rank, root)
+            items = flatten(current, is_tensor=is_tensor).items.items()
+            has = {path for path, item in items if isinstance(item, (Leaf, PrimitiveEntry))}
+            missing = [path for path in kept if path in has or not has]
+            if missing:
+                msg = (
+                    f"{self.path}: rank {group.rank} did not exist when this was saved, and each rank had its own "
+                    f"{_listed(missing)}; save such values with replicated=[…] if all ranks share them, or leave them "
+                    "out of what this rank restores"
+                )
+                raise EntryNotFoundError(msg)
+        elif group.rank == 0 and (
+            lost := values_of_ranks(manifest, range(group.world_size, manifest.world_size), root)
+        ):
+            _logger.warning(
+                "%s was saved by %d ranks, now there are %d: not restored is %s",
+                self.path,
+                manifest.world_size,
+                group.world_size,
+                _listed(lost),
+            )
 
     def read_object(
         self,
@@ -181,7 +254,7 @@ class Snapshot:
         return dict(self.metadata.entries)
 
     def get_state_dict_for_key(self, key: str, *, mmap: bool = False) -> Any:
-        """The state under a name, with fresh tensors on the CPU; sharded ones in full.
+        """The state of this rank under a name, with fresh tensors on the CPU; sharded ones in full.
 
         Args:
             key: The name.
@@ -192,7 +265,7 @@ class Snapshot:
             DataError: A data file is missing or damaged.
             UnsafeObjectError: A value needs code that is not known to be safe.
         """
-        return self._load([key], {}, mmap=mmap)[key]
+        return self._load([key], Group.of(self._pg).rank, mmap=mmap)[key]
 
     @property
     def last_save(self) -> Stats | None:
@@ -204,16 +277,8 @@ class Snapshot:
         """What the last load through this object did; ``None`` before the first."""
         return self._session.last_load
 
-    def _load(self, keys: list[str], targets: Mapping[str, torch.Tensor], *, mmap: bool = False) -> dict[str, Any]:
-        return load(
-            self._storage,
-            rank=0,
-            options=self._options,
-            keys=keys,
-            targets=targets,
-            mmap=mmap,
-            session=self._session,
-        )
+    def _load(self, keys: list[str], rank: int, **arguments: Any) -> dict[str, Any]:
+        return load(self._storage, rank=rank, options=self._options, keys=keys, session=self._session, **arguments)
 
     def verify(self, progress: Progress | None = None) -> Report:
         """Check the whole snapshot, for all ranks, without loading it: entries, files, lengths, checksums.
@@ -237,13 +302,47 @@ class Snapshot:
         return read_manifest(self._storage)
 
 
-def _refuse_several_ranks(pg: Any) -> None:
-    distributed = torch.distributed
-    if pg is None and not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if distributed.get_world_size(pg) > 1:
-        msg = "Snapshot works in one process for now; in a group of several, only SnapshotCheckpointIO does"
-        raise UnsupportedFeatureError(msg)
+class _Replicated:
+    """What is stored once: values that a glob matches, and what ``DistributedDataParallel`` keeps equal on all ranks.
+
+    Args:
+        app_state: The objects.
+        globs: Of logical paths.
+    """
+
+    def __init__(self, app_state: Mapping[str, Any], globs: Iterable[str]) -> None:
+        self._matches = re.compile("|".join(map(fnmatch.translate, globs)) or r"(?!)").match
+        self._parameters: set[str] = set()
+        self._buffers: set[str] = set()
+        for key, stateful in app_state.items():
+            if isinstance(stateful, DistributedDataParallel):
+                ignored = {f"module.{name}" for name in stateful.parameters_to_ignore}
+                for found, named in (
+                    (self._parameters, stateful.named_parameters(remove_duplicate=False)),
+                    (self._buffers, stateful.named_buffers(remove_duplicate=False)),
+                ):
+                    found |= {f"{encode_key(key)}/{encode_key(name)}" for name, _ in named if name not in ignored}
+
+    def is_shared(self, path: str) -> bool:
+        """See `Sharing`."""
+        if path in self._parameters or path in self._buffers:
+            return True
+        # What is under an alias has no name of its own that could be compared.
+        return self._matches(path) is not None and not path.startswith(f"{ALIAS_ROOT}/")
+
+    def is_split(self, path: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002  # the protocol's
+        """See `Sharing`: ranks may have seen different data since rank 0's buffers were sent to all."""
+        return path not in self._buffers
+
+
+def _copies_of_spread(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """For code that may change what it loads: tensors that say which part this rank wants, but are not its own."""
+    return {path: tensor.detach().clone() for path, tensor in targets.items() if is_spread(tensor)}
+
+
+def _listed(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
+    return ", ".join(paths[:_MAX_LISTED]) + more
 
 
 def _check_rng_states(app_state: Mapping[str, Stateful]) -> None:
@@ -265,7 +364,9 @@ def _state_dicts(app_state: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedValueError(msg)
     before = torch.get_rng_state()
     rng = {key: stateful.state_dict() for key, stateful in app_state.items() if isinstance(stateful, RNGState)}
-    states = {key: rng[key] if key in rng else stateful.state_dict() for key, stateful in app_state.items()}
+    # As in `restore`, all ranks in one order.
+    states = {key: rng[key] if key in rng else app_state[key].state_dict() for key in sorted(app_state)}
+    states = {key: states[key] for key in app_state}
     if rng:
         torch.set_rng_state(before)
     return states

@@ -83,6 +83,8 @@ def storage_kind(tensor: torch.Tensor, place: str) -> str:
     """
     if _is_dense(tensor) and not tensor.is_meta:
         return "dense" if tensor.numel() else "zip"
+    if type(tensor).__name__ == "ShardedTensor" and is_spread(tensor):
+        return "spread"  # one without a part on this rank does not say where it is
     if tensor.is_meta or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
         msg = f"{place}: a tensor without data (meta device or uninitialized) cannot be stored; materialize it first"
         raise UnsupportedValueError(msg)
@@ -246,6 +248,8 @@ def dtype_named(name: str, path: str) -> torch.dtype:
 @lru_cache(maxsize=1)
 def _dtypes() -> dict[str, torch.dtype]:
     found = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    # Quantized tensors need more than elements; torch can do nothing with those that have nothing else.
+    found = {name: dtype for name, dtype in found.items() if not name.startswith("torch.q")}
     return found | {name.removeprefix("torch."): dtype for name, dtype in found.items()}
 
 

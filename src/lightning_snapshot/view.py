@@ -1,6 +1,6 @@
 """What one rank sees of a snapshot: its own entries, what is replicated, and sharded tensors as a whole (FORMAT 8)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -22,7 +22,17 @@ from lightning_snapshot.manifest import (
 )
 from lightning_snapshot.tree import ALIAS_ROOT, decode_key, encode_key
 
-__all__ = ["Located", "split_rank", "stands_on_rank_0", "view_of_rank"]
+__all__ = [
+    "Located",
+    "kept_back",
+    "keys_of_single_ranks",
+    "ranks_with",
+    "split_rank",
+    "stands_on_rank_0",
+    "values_of_ranks",
+    "view_of_rank",
+    "with_asked",
+]
 
 _CONTAINERS = (ListEntry, DictEntry, OrderedDictEntry)
 # Lists that stand for something which has all of its items or is nothing.
@@ -92,12 +102,105 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
     return view
 
 
+def with_asked(manifest: Manifest, view: Mapping[str, Located], asked: Collection[str]) -> dict[str, Located]:
+    """A view with those tensors spread over ranks that the reader asks for, and no others (FORMAT 9.3).
+
+    So a rank gets the shards of a table that another rank had at the save, and none of a table that is elsewhere now.
+
+    Args:
+        manifest: The snapshot.
+        view: Of any rank.
+        asked: Logical paths of what the reader has.
+    """
+    sharded: dict[str, dict[int, Located]] = {}
+    for path, entry in manifest.entries.items():
+        if isinstance(entry, (ShardedTensorEntry, DTensorEntry)):
+            owner, logical_path = split_rank(path)
+            sharded.setdefault(logical_path, {})[owner] = Located(path, entry, str(owner))
+    changed = dict(view)
+    added: dict[str, list[str | int]] = {}  # path of a dictionary → keys
+    dropped: dict[str, set[str]] = {}
+    for logical_path, parts in sharded.items():
+        parent, _, token = logical_path.rpartition("/")
+        container = view[parent].entry if parent in view else None
+        if not isinstance(container, (DictEntry, OrderedDictEntry)) or parent.startswith(ALIAS_ROOT):
+            continue  # a list cannot do without an item, and nobody knows to ask for what is under an alias
+        if logical_path in asked and logical_path not in view:
+            owner = min(parts)
+            changed[logical_path] = _merge(logical_path, parts, owner)
+            key = _original_key(manifest, f"{owner}/{parent}", decode_key(token))
+            added.setdefault(parent, []).append(key)
+        elif logical_path in view and logical_path not in asked:
+            del changed[logical_path]
+            dropped.setdefault(parent, set()).add(decode_key(token))
+    for parent in (*added, *dropped):
+        entry = view[parent].entry
+        if isinstance(entry, (DictEntry, OrderedDictEntry)):
+            kept = [key for key in entry.keys if str(key) not in dropped.get(parent, ())]
+            keys = dict.fromkeys([*kept, *added.get(parent, ())])  # a rank may list what another one has
+            changed[parent] = Located(view[parent].path, type(entry)([*keys]), view[parent].rank)
+    return changed
+
+
+def _original_key(manifest: Manifest, container_path: str, text: str) -> str | int:
+    container = manifest.entries.get(container_path)
+    keys = container.keys if isinstance(container, (DictEntry, OrderedDictEntry)) else ()
+    return next((key for key in keys if str(key) == text), text)
+
+
+def ranks_with(manifest: Manifest, root: str) -> list[int]:
+    """Ranks that have an entry for a top-level value."""
+    return [rank for rank in range(manifest.world_size) if f"{rank}/{root}" in manifest.entries]
+
+
+def kept_back(manifest: Manifest, rank: int, root: str) -> list[str]:
+    """What a rank that did not exist at the save does not get of a top-level value, because each rank had its own.
+
+    Args:
+        manifest: The snapshot.
+        rank: The rank.
+        root: Logical path of the value.
+
+    Returns:
+        Logical paths of rank 0's leaves.
+    """
+    view = view_of_rank(manifest, rank)
+    paths = (path.partition("/")[2] for path in values_of_ranks(manifest, [0], root))
+    return [path for path in paths if path not in view]
+
+
+def values_of_ranks(manifest: Manifest, ranks: Collection[int], root: str) -> list[str]:
+    """Manifest paths of the leaves of a top-level value that ranks have for themselves alone."""
+    if not ranks:
+        return []
+    found = []
+    for path, entry in manifest.entries.items():
+        owner, logical_path = split_rank(path)
+        if owner in ranks and (logical_path == root or logical_path.startswith(f"{root}/")):
+            is_shared = _is_replicated(entry) or isinstance(entry, (*_CONTAINERS, ShardedTensorEntry, DTensorEntry))
+            if not is_shared:
+                found.append(path)
+    return found
+
+
 def stands_on_rank_0(manifest: Manifest, rank: int) -> bool:
     """Whether a rank has what rank 0 has, except for the top-level keys that are stored under it."""
     if manifest.extension is None or rank == 0:
         return False
     notes = manifest.extension.ranks.get(str(min(rank, manifest.world_size - 1)))
     return notes is not None and notes.over_rank_0
+
+
+def keys_of_single_ranks(manifest: Manifest) -> list[str]:
+    """The top-level keys of which some rank has another value than rank 0, where ranks stand on rank 0."""
+    ranks = manifest.extension.ranks.values() if manifest.extension else ()
+    return sorted({key for notes in ranks if notes.over_rank_0 for key in notes.roots})
+
+
+def keys_of_spread_tensors(manifest: Manifest) -> set[str]:
+    """The top-level keys below which there are tensors that are spread over ranks."""
+    spread = (path for path, entry in manifest.entries.items() if isinstance(entry, (ShardedTensorEntry, DTensorEntry)))
+    return {decode_key(path.split("/")[1]) for path in spread}
 
 
 def _view_over_rank_0(manifest: Manifest, rank: int) -> dict[str, Located]:

@@ -3,6 +3,7 @@
 Pure and deterministic: the same specs give the same plan, on every rank and in every run. Nothing is read or written.
 """
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -46,6 +47,7 @@ _SMALL_ALIGNMENT_BYTES = 64
 _MIN_SHARED_PIECE_BYTES = 1024 * 1024
 _SHARED_PIECES_PER_RANK = 16
 _NO_BOX = whole(())
+_NO_SHARDS = ShardedTensorEntry([])
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False, tag="tensor"):
@@ -168,7 +170,7 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         path: Logical path of the leaf.
         box: Its global box.
-        ranks: Who holds it, and could write it.
+        ranks: Who holds it, and could write it. Hashable.
         begin_bytes: Start in the row-major bytes of what each of them holds of the leaf (inclusive).
         end_bytes: End (exclusive).
         own_file: It must be alone in its file.
@@ -288,8 +290,9 @@ def _renamed(plan: WritePlan, specs: Sequence[RankSpecs], before: str, now: str)
 
 def _cut(specs: Sequence[RankSpecs], layout: Layout, holders_of: Holders | None) -> Iterator[_Part]:
     """The parts that have to be written once each."""
-    sharded: dict[tuple[str, Box], list[int]] = {}
+    sharded: dict[tuple[str, Box], tuple[TensorSpec, list[int]]] = {}
     everyone = range(len(specs))
+    holding = {root: tuple(ranks) for root, ranks in (holders_of or {}).items()}
     shared_bytes = _shared_piece_bytes(specs, layout)
     for rank, spec_of in enumerate(specs):
         alone = (rank,)
@@ -298,23 +301,34 @@ def _cut(specs: Sequence[RankSpecs], layout: Layout, holders_of: Holders | None)
                 if spec.tied_to or (rank and spec.replicated):
                     continue
                 if spec.box is not None:
-                    sharded.setdefault((path, spec.box), []).append(rank)
+                    first, holders = sharded.setdefault((path, spec.box), (spec, []))
+                    holders.append(rank)
+                    if spec.is_tied and not first.is_tied:
+                        sharded[path, spec.box] = spec, holders
                     continue
                 ranks: Sequence[int] = alone
                 if spec.replicated and not spec.by_rank_0:
-                    ranks = everyone if holders_of is None else holders_of.get(path.partition("/")[0], alone)
+                    ranks = everyone if holders_of is None else holding.get(path.partition("/")[0], alone)
                 limit = shared_bytes if len(ranks) > 1 else layout.chunk_bytes
                 for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, limit):
                     yield _Part(path, box, ranks, begin, end, spec.is_tied, spec.replicated)
             elif isinstance(spec, BlobSpec) and not (rank and spec.replicated):
                 yield _Part(path, _NO_BOX, alone, 0, spec.size_bytes, True, spec.replicated, spec.digest)  # noqa: FBT003  # a Struct's fields
-    for (path, box), holders in sharded.items():
-        if not box.volume:
-            continue  # a rank may hold nothing of a tensor
-        is_tied = any(_is_tied(specs[rank][path]) for rank in holders)
+    yield from _cut_shards(sharded, shared_bytes, layout)
+
+
+def _cut_shards(
+    sharded: Mapping[tuple[str, Box], tuple[TensorSpec, Sequence[int]]], shared_bytes: int, layout: Layout
+) -> Iterator[_Part]:
+    for (path, box), (spec, holders) in sharded.items():
+        size_bytes = box.volume * spec.item_bytes
         limit = shared_bytes if len(holders) > 1 else layout.chunk_bytes
-        for piece, begin, end in _pieces(box, _item_bytes(specs[holders[0]][path]), limit):
-            yield _Part(path, piece, holders, begin, end, is_tied)
+        ranks = tuple(holders)
+        if size_bytes > limit:
+            for piece, begin, end in _pieces(box, spec.item_bytes, limit):
+                yield _Part(path, piece, ranks, begin, end, spec.is_tied)
+        elif size_bytes:  # a rank may hold nothing of a tensor
+            yield _Part(path, box, ranks, 0, size_bytes, spec.is_tied)
 
 
 def _shared_piece_bytes(specs: Sequence[RankSpecs], layout: Layout) -> int:
@@ -325,14 +339,6 @@ def _shared_piece_bytes(specs: Sequence[RankSpecs], layout: Layout) -> int:
     total = sum((spec.box or whole(spec.shape)).volume * spec.item_bytes for spec in shared)
     share = total // (len(specs) * _SHARED_PIECES_PER_RANK)
     return min(layout.chunk_bytes, max(share, _MIN_SHARED_PIECE_BYTES))
-
-
-def _is_tied(spec: Entry | TensorSpec | BlobSpec) -> bool:
-    return isinstance(spec, TensorSpec) and spec.is_tied
-
-
-def _item_bytes(spec: Entry | TensorSpec | BlobSpec) -> int:
-    return spec.item_bytes if isinstance(spec, TensorSpec) else 0
 
 
 def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterable[tuple[Box, int, int]]:
@@ -360,7 +366,12 @@ def _check_agreement(specs: Sequence[RankSpecs], *, with_replicas: bool) -> None
         for path, spec in specs[0].items() if rank and with_replicas else ():
             if path not in spec_of:
                 _check_replica(path, spec, None, rank)
+    agreed: set[tuple[TensorSpec, ...]] = set()  # models have few kinds of tensors
     for path, shards in sharded.items():
+        alike = tuple(shards)
+        if alike in agreed:
+            continue
+        agreed.add(alike)
         kinds = {(spec.dtype, spec.item_bytes, spec.shape): None for spec in shards}
         if len(kinds) > 1:
             msg = f"{path}: expected one dtype and shape on all ranks, found {', '.join(map(str, kinds))}"
@@ -377,6 +388,8 @@ _Spec: TypeAlias = Entry | TensorSpec | BlobSpec | None
 
 
 def _check_replica(path: str, first: _Spec, spec: _Spec, rank: int) -> None:
+    if first == spec:
+        return
     if (_is_replicated(first) or _is_replicated(spec)) and _common(first) != _common(spec):
         msg = f"{path}: marked replicated, but rank 0 has {first} and rank {rank} has {spec}"
         raise UnsupportedValueError(msg)
@@ -398,10 +411,18 @@ def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
             writer[index] = part.ranks[0]
             load_bytes[writer[index]] += part.size_bytes
     shared = [index for index, rank in enumerate(writer) if rank < 0]
+    heaps: dict[Sequence[int], list[tuple[int, int]]] = {}
     # Largest first balances best; the index makes the order total.
     for index in sorted(shared, key=lambda i: (-parts[i].size_bytes, i)):
-        writer[index] = min(parts[index].ranks, key=lambda rank: (load_bytes[rank], rank))
-        load_bytes[writer[index]] += parts[index].size_bytes
+        ranks = parts[index].ranks
+        heap = heaps.get(ranks)
+        if heap is None:
+            heap = heaps[ranks] = sorted((load_bytes[rank], rank) for rank in ranks)
+        # Loads only grow, so what a heap has missed can only move a rank down.
+        while heap[0][0] != load_bytes[heap[0][1]]:
+            heapq.heapreplace(heap, (load_bytes[heap[0][1]], heap[0][1]))
+        writer[index] = rank = heap[0][1]
+        load_bytes[rank] += parts[index].size_bytes
     return writer
 
 
@@ -477,18 +498,21 @@ def _place(
 def _entries(specs: Sequence[RankSpecs], places: _Places) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for rank, spec_of in enumerate(specs):
+        prefix = f"{rank}/"
         for path, spec in spec_of.items():
-            if rank and _is_replicated(spec):
-                continue  # one copy, under rank 0 (FORMAT 7.4)
             if isinstance(spec, TensorSpec):
-                first = spec.tied_to or path
-                # What is tied to a replicated tensor shows where that was written, under whichever rank it is itself.
-                owner = 0 if _is_replicated(spec_of[first]) else rank
-                entries[f"{rank}/{path}"] = _tensor_entry(spec, places.get((first, owner), ()))
+                if rank and spec.replicated:
+                    continue  # one copy, under rank 0 (FORMAT 7.4)
+                first, owner = spec.tied_to or path, rank
+                if spec.tied_to and _is_replicated(spec_of[first]):
+                    owner = 0  # where the one copy was written is known under rank 0
+                entries[prefix + path] = _tensor_entry(spec, places.get((first, owner), ()))
+            elif rank and _is_replicated(spec):
+                continue
             elif isinstance(spec, BlobSpec):
-                entries[f"{rank}/{path}"] = _blob_entry(spec, places[path, rank][0].location)
+                entries[prefix + path] = _blob_entry(spec, places[path, rank][0].location)
             else:
-                entries[f"{rank}/{path}"] = spec
+                entries[prefix + path] = spec
     return entries
 
 
@@ -500,7 +524,10 @@ def _is_replicated(spec: _Spec) -> bool:
 
 def _tensor_entry(spec: TensorSpec, places: Sequence[_Place]) -> Entry:
     if spec.box is not None:
-        return ShardedTensorEntry([_shard(spec, place) for place in sorted(places, key=lambda p: p.box.offsets)])
+        if not places:
+            return _NO_SHARDS
+        ordered = places if len(places) == 1 else sorted(places, key=lambda p: p.box.offsets)
+        return ShardedTensorEntry([_shard(spec, place) for place in ordered])
     if len(places) == 1:
         return _piece_entry(spec, places[0], replicated=spec.replicated)
     return ChunkedTensorEntry(spec.dtype, spec.shape, [_shard(spec, place) for place in places], spec.replicated)

@@ -28,7 +28,7 @@ from lightning_snapshot.manifest import (
     decode,
     encode,
 )
-from lightning_snapshot.view import Located, view_of_rank
+from lightning_snapshot.view import Located, kept_back, ranks_with, values_of_ranks, view_of_rank, with_asked
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 SHARDED = (ShardedTensorEntry, DTensorEntry)
@@ -405,3 +405,46 @@ def test_a_golden_shows_all_that_the_rank_had(name: str, rank: int) -> None:
         if not isinstance(entry, ObjectEntry):
             kind = wanted[path].replace("qtensor", "tensor")
             assert kinds.get(type_of(entry), type_of(entry)) == kind
+
+
+# --- what a reader asks for ------------------------------------------------------------------------------------------
+
+TABLES = manifest_of(
+    3,
+    {
+        "0/m": DictEntry(["a", 5]),
+        "0/m/a": ShardedTensorEntry([shard(0, 2)]),
+        "0/m/5": number(0),
+        "1/m": OrderedDictEntry([7, "b/c"]),
+        "1/m/7": ShardedTensorEntry([shard(0, 3)]),
+        "1/m/b%2Fc": ShardedTensorEntry([shard(0, 1)]),
+        "2/m": DictEntry(["b/c"]),
+        "2/m/b%2Fc": ShardedTensorEntry([shard(1, 4)]),
+        "2/n": DictEntry(["only"]),
+        "2/n/only": ShardedTensorEntry([shard(0, 1)]),
+        "0/l": ListEntry(),
+        "0/l/0": ShardedTensorEntry([shard(0, 1)]),
+    },
+)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_tensors_spread_over_ranks_come_if_they_are_asked_for_whoever_had_them(rank: int) -> None:
+    asked = ["m/7", "m/b%2Fc", "n/only", "m/none"]
+    found = entries_of(with_asked(TABLES, view_of_rank(TABLES, rank), asked))
+    assert found == {
+        "m": DictEntry([*([] if rank else [5]), 7, "b/c"]),  # the keys as those ranks had them
+        **({} if rank else {"m/5": number(0)}),
+        "m/7": ShardedTensorEntry([shard(0, 3)]),
+        "m/b%2Fc": ShardedTensorEntry([shard(0, 1), shard(1, 4)]),
+        "l": ListEntry(),
+        "l/0": ShardedTensorEntry([shard(0, 1)]),  # a list cannot do without
+    }
+
+
+def test_what_a_new_rank_lacks_is_told() -> None:
+    assert kept_back(TABLES, 3, "m") == ["m/5"]
+    assert kept_back(TABLES, 2, "n") == kept_back(TABLES, 3, "n") == []
+    assert values_of_ranks(TABLES, [0, 1], "m") == ["0/m/5"]
+    assert values_of_ranks(TABLES, [], "m") == []
+    assert ranks_with(TABLES, "n") == [2]

@@ -1,0 +1,234 @@
+"""Tensors that ``torch.distributed`` spreads over ranks: any mesh and placement, stored once, restored in any other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_snapshot import Snapshot, StateDict
+from lightning_snapshot.errors import TargetMismatchError, UnsupportedValueError
+from tests.engine.strategies import bits
+from tests.ranks.processes import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16]
+
+
+def layouts() -> dict[str, tuple[DeviceMesh, list[Any]]]:
+    """Name → mesh and placements, for the ranks that there are."""
+    world_size = distributed.get_world_size()
+    line = init_device_mesh("cpu", (world_size,))
+    found = {"rows": (line, [Shard(0)]), "columns": (line, [Shard(1)]), "everywhere": (line, [Replicate()])}
+    if world_size == 4:
+        grid = init_device_mesh("cpu", (2, 2))
+        found |= {
+            "hybrid": (grid, [Replicate(), Shard(0)]),
+            "both": (grid, [Shard(0), Shard(1)]),
+            "twice": (grid, [Shard(0), Shard(0)]),
+        }
+    return found
+
+
+def spread(content: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
+    # Numbers of elements can be sent, elements of some dtypes cannot.
+    numbers = distribute_tensor(torch.arange(content.numel()).reshape(content.shape), mesh, placements).to_local()
+    raw = content.view(torch.uint8).reshape(content.numel(), content.itemsize)
+    local = raw[numbers.flatten()].flatten().view(content.dtype).reshape(numbers.shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=content.shape, stride=content.stride())
+
+
+def content_of(dtype: torch.dtype) -> torch.Tensor:
+    """5 by 3: of 4 ranks, one gets no row and one no column."""
+    return (torch.arange(15.0).reshape(5, 3) + 1).to(dtype)
+
+
+def take_layouts(_: int, path: str) -> int:
+    state = {
+        f"{name} {dtype}": spread(content_of(dtype), *layout) for name, layout in layouts().items() for dtype in DTYPES
+    }
+    snapshot = Snapshot.take(path, {"s": StateDict(state)})
+    return snapshot.last_save.data_bytes
+
+
+def restore_layouts(rank: int, path: str, names: list[str]) -> int:
+    compared = 0
+    for layout in layouts().values():
+        targets, expected = (
+            {f"{name} {dtype}": spread(content, *layout) for name in names for dtype, content in contents.items()}
+            for contents in (
+                {dtype: torch.zeros(5, 3, dtype=torch.uint8).to(dtype) for dtype in DTYPES},
+                {dtype: content_of(dtype) for dtype in DTYPES},
+            )
+        )
+        Snapshot(path).restore({"s": StateDict(targets)})
+        for key, target in targets.items():
+            assert bits(target.to_local()) == bits(expected[key].to_local()), (key, layout)
+            compared += 1
+    for name in names:
+        for dtype in DTYPES:
+            assert bits(Snapshot(path).read_object(f"{rank}/s/{name} {dtype}")) == bits(content_of(dtype))
+    return compared
+
+
+@pytest.mark.parametrize("saved", [2, 4])
+def test_any_layout_comes_back_in_any_other(saved: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    written = run_ranks(take_layouts, saved, path)
+    names = ["rows", "columns", "everywhere", *(["hybrid", "both", "twice"] if saved == 4 else [])]
+    content_bytes = len(names) * sum(content_of(dtype).nbytes for dtype in DTYPES)
+    pieces = len(names) * len(DTYPES) * 4
+    assert content_bytes <= sum(written) <= content_bytes + 64 * pieces  # for alignment
+    for world_size in (1, 2, 3, 4):
+        compared = run_ranks(restore_layouts, world_size, path, names)
+        assert compared == [(6 if world_size == 4 else 3) * len(names) * len(DTYPES)] * world_size
+
+
+def take_hybrid(_: int, path: str) -> int:
+    mesh, placements = layouts()["hybrid"]
+    tensors = {str(number): distribute_tensor(torch.ones(1024, 1024), mesh, placements) for number in range(4)}
+    return Snapshot.take(path, {"s": StateDict(tensors)}).last_save.data_bytes
+
+
+def test_replicas_of_shards_are_written_once_and_by_all(tmp_path: Path) -> None:
+    written = run_ranks(take_hybrid, 4, str(tmp_path / "s"))
+    total = 4 * 4 * 1024 * 1024
+    assert total <= sum(written) < 1.01 * total
+    assert max(written) < 1.1 * total / 4
+
+
+def take_with_local_part(rank: int, path: str) -> bool:
+    tensor = spread(content_of(torch.float32), *layouts()["rows"])
+    local = tensor.to_local()
+    assert local.data_ptr() == tensor.to_local().data_ptr()
+    snapshot = Snapshot.take(path, {"s": StateDict(first=local, tensor=tensor, again=tensor)})
+    found = [snapshot.read_object(f"{rank}/s/{name}") for name in ("first", "tensor", "again")]
+    return all(map(torch.equal, found, [local, content_of(torch.float32), content_of(torch.float32)]))
+
+
+def test_a_part_can_be_in_the_state_beside_the_whole(tmp_path: Path) -> None:
+    assert run_ranks(take_with_local_part, 2, str(tmp_path / "s")) == [True, True]
+
+
+# Models
+
+
+class Tied(nn.Module):
+    """An embedding that is the last layer as well; 5 rows do not divide by 2 or 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.head = nn.Linear(8, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.up(self.embed(tokens)).relu()))
+
+
+def wrapped(seed: int, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Tied()
+    world_size = distributed.get_world_size()
+    if how == "2-D":
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+    elif how == "1-D":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    elif how == "hybrid":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.tensor([0, 3, 4])).square().sum().backward()
+    optimizer.step()
+
+
+def full(value: Any) -> Any:
+    """Ordinary tensors in place of those that are spread over ranks."""
+    if isinstance(value, dict):
+        return {key: full(item) for key, item in value.items()}
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": full(model.state_dict()), "optimizer": full(optimizer.state_dict()["state"])}
+
+
+def take_model(_: int, path: str, how: str) -> list[Any]:
+    model, optimizer = wrapped(0, how)
+    Snapshot.take(path, {"model": model, "optimizer": optimizer}, replicated=["optimizer/*"])
+    saved = state_of(model, optimizer)
+    step(model, optimizer)
+    return [saved, state_of(model, optimizer)]
+
+
+def restore_model(_: int, path: str, how: str) -> list[Any]:
+    model, optimizer = wrapped(1, how)
+    Snapshot(path).restore({"model": model, "optimizer": optimizer})
+    assert model.head.weight is model.embed.weight
+    restored = state_of(model, optimizer)
+    step(model, optimizer)
+    return [restored, state_of(model, optimizer)]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return torch.equal(left, right)
+
+
+@pytest.mark.parametrize(("how", "saved"), [("1-D", 2), ("1-D", 4), ("2-D", 4), ("hybrid", 4)])
+def test_models_go_on_as_if_nothing_had_been(how: str, saved: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    taken = run_ranks(take_model, saved, path, how)
+    for restored, after in run_ranks(restore_model, saved, path, how):
+        assert same(restored, taken[0][0])
+        assert same(after, taken[0][1])
+    for other, world_size in [("none", 1), ("1-D", 2), ("1-D", 3), ("2-D", 4)]:
+        for restored, _ in run_ranks(restore_model, world_size, path, other):
+            assert same(restored, taken[0][0]), (other, world_size)
+
+
+def take_partial_sums(rank: int, path: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    with pytest.raises(UnsupportedValueError) as caught:
+        Snapshot.take(path, {"s": StateDict(x=tensor if rank == 1 else torch.ones(2))})
+    return str(caught.value)
+
+
+def test_sums_that_are_not_added_up_are_refused(tmp_path: Path) -> None:
+    first, second = run_ranks(take_partial_sums, 2, str(tmp_path / "s"))
+    assert second == "s/x: a DTensor with partial sums cannot be stored; redistribute it first"
+    assert first == f"rank 1: {second}"
+    assert not list(tmp_path.iterdir())
+
+
+def restore_other_shape(_: int, path: str) -> str:
+    target = distribute_tensor(torch.zeros(5, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(TargetMismatchError) as caught:
+        Snapshot(path).restore({"s": StateDict({"rows torch.float32": target})})
+    assert not target.full_tensor().any()
+    return str(caught.value)
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    run_ranks(take_layouts, 2, path)
+    for message in run_ranks(restore_other_shape, 2, path):
+        assert "s/rows torch.float32: the target has shape [5, 4], the snapshot [5, 3]" in message
