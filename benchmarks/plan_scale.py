@@ -139,7 +139,7 @@ class Ranks:
         everyone: list[Contribution] = []
         for rank in [*range(1, self._world_size), 0]:
             line.rank = rank
-            act = lambda rank=rank: collect(line, self._heard[rank], opening, self._job.contribution(rank))  # noqa: E731
+            act = partial(collect, line, self._heard[rank], opening, self._job.contribution(rank))
             everyone = act() if rank else clock.time("specs", act)
         gathered = sum(map(len, line.gathered))
         layout = Layout(save_id, 512 << 20, 1024 << 20)
@@ -163,7 +163,7 @@ class Ranks:
         last = Line(0)
         for rank in [*range(1, self._world_size), 0]:
             last.rank = rank
-            act = lambda rank=rank: hand_in(last, receipts[rank])  # noqa: E731
+            act = partial(hand_in, last, receipts[rank])
             records = act() if rank else clock.time("receipts", act)
         notes = {str(rank): each.notes for rank, each in enumerate(everyone)}
         extension = Extension(save_id, "benchmark", _BLOCK_BYTES, records, notes)

@@ -61,7 +61,7 @@ def read_manifest(storage: Storage, session: Session | None = None) -> Manifest:
         return known[1]
 
 
-def load(
+def load(  # noqa: PLR0913  # by keyword, and each is a choice of the caller
     storage: Storage,
     *,
     rank: int | Callable[[Manifest], int],

@@ -133,7 +133,7 @@ def _check_ends(data: bytes | bytearray) -> None:
 # --- the pickle ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Made:
     """A value that a pickle makes of other values. Constants stand for themselves.
 
@@ -199,7 +199,8 @@ def _name(opcode: str, argument: Any, parts: list[Any]) -> str:
     if opcode == "GLOBAL":
         module, _, name = argument.partition(" ")
         return ".".join(current_name(module, name))
-    return ".".join(current_name(*map(str, parts))) if opcode == "STACK_GLOBAL" else ""
+    is_named = opcode == "STACK_GLOBAL" and all(type(part) is str for part in parts)
+    return ".".join(current_name(*parts)) if is_named else ""
 
 
 def _take(stack: list[Any], opcode: pickletools.OpcodeInfo) -> list[Any]:
@@ -251,19 +252,19 @@ def _check_call(call: _Made) -> None:
     """Refuse the few calls of safe classes and functions whose results can be of any size, whatever they are given."""
     function, arguments = (part if type(part) is _Made else _Made("", []) for part in call.parts[:2])
     parts = arguments.parts
-    defect = ""
+    defect = None
     if function.name in _NEVER_CALLED or _MAKES_MEMORY.fullmatch(function.name):
-        defect = "a call"
+        defect = ""
     elif arguments.opcode not in _TUPLES:  # which alone stay as they are
-        defect = "a call without a tuple of arguments"
+        defect = " without a tuple of arguments"
     elif function.name == "builtins.bytearray" and parts and not _is_bytes(parts[0]):
-        defect = "a call with something else than bytes"
+        defect = " with something else than bytes"
     elif function.name == "_codecs.encode" and parts[1:] != ["latin1"]:
-        defect = "a call for another encoding than latin1"
+        defect = " for another encoding than latin1"
     elif function.name == "torch._tensor._rebuild_from_type_v2" and len(parts) > _ITS_ARGUMENTS:
         _check_call(_Made("REDUCE", [parts[0], parts[_ITS_ARGUMENTS]]))
-    if defect:
-        msg = f"{defect} of {function.name}"
+    if defect is not None:
+        msg = f"a call of {function.name}{defect}"
         raise pickle.UnpicklingError(msg)
 
 

@@ -102,11 +102,11 @@ class FaultyPosix(Posix):
             return None
         if name in self.without:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        if name == "close":
+            del self._open[args[0]]  # now, because another thread can get the same number as soon as it is closed
         result = real(self, *args, **kwargs)
         if name in ("open_folder", "create_file", "open_file", "open_direct") and result is not None:
             self._open[result] = args[0]
-        if name == "close":
-            del self._open[args[0]]
         return result
 
     def crash(self) -> None:

@@ -961,6 +961,17 @@ def test_an_exchange_in_two_steps_that_was_killed_is_finished_by_the_next_reader
     assert _names_beside(root) - {"best.ckpt"} == {root.name}
 
 
+def test_an_exchange_in_two_steps_that_others_finish_and_then_replace_is_no_failure(root):
+    _stock(root)
+
+    def save_too(source, target):
+        if source == root:
+            save(local(root), "other", OLD)
+
+    save(local(root, FaultyPosix(without=("exchange",), after={"rename": save_too})), "new", NEW)
+    assert tree(root.parent) == {f"{root.name}/{name}": content for name, content in saved("other", OLD).items()}
+
+
 def test_a_removal_that_cannot_finish_an_exchange_says_so(root):
     """Otherwise the next reader would find what is said to be removed."""
     _stock(root)

@@ -18,9 +18,12 @@ def test_a_power_cut_leaves_the_old_or_the_new(tmp_path, sample, operation, scen
 
 
 @pytest.mark.parametrize("fault", ["crash_at", "fail_at"])
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", [scene for scene in SCENES if scene != "no parents"])
 def test_a_power_cut_during_the_save_after_one_that_failed(tmp_path, sample, scene, fault):
-    """What the first one has left, or published but not made durable, is not what the second one may build on."""
+    """What the first one has left, or published but not made durable, is not what the second one may build on.
+
+    Except for folders above the one that the snapshot is in: who has made them, Lightning as a rule, is not known.
+    """
     for number in sample.numbers(calls_of("save", scene), 40):
         root = tmp_path / str(number) / "disk" / "run" / "x.ckpt"
         stride = 25 if sample.complete else 30

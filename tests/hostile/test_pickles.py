@@ -198,6 +198,7 @@ HUGE = {
     "tower of lists": b"]" * 50_000 + b"a" * 49_999,
     "text of nested lists": b"cbuiltins\nstr\n]K\x01a" + nested(200, lists) + b"\x85R",
     "message about nested lists": b"cbuiltins\nHTTPStatus\n]K\x01a" + nested(200, lists) + b"\x85R",
+    "name of nested lists": b"]K\x01a" + nested(200, lists) + text("x") + b"\x93",
     "refusal of nested lists": b"]K\x01a" + nested(200, lists) + b")R",
     "fraction of nested lists": b"cfractions\nFraction\n]K\x01a" + nested(200, lists) + b"\x85R",
     "nested lists, top down": b"]q\x00]q\x01](" + b"h\x01" * 9 + b"e0h\x01(" + b"h\x00" * 9 + b"e0h\x00",

@@ -240,7 +240,8 @@ class LocalTransaction:
     def _publish_inside(self, metadata: bytes) -> None:
         temporary, published = self._temporary_metadata(), self._root / METADATA_NAME
         self._write_metadata(temporary, metadata)
-        self._sync(*self._folders, self._root)
+        # The parent, too: a save that was killed may have given the snapshot its name without making that durable.
+        self._sync(*self._folders, self._root, self._root.parent)
         self._complete_saves = self._find_complete_saves(published)
         with self._publication():
             self._posix.rename(temporary, published)
@@ -296,7 +297,8 @@ class LocalTransaction:
             with self._publication():
                 self._posix.rename(self._stage, self._root)
         except BaseException as error:
-            finished_by_others = (self._root / DATA_FOLDER / self._save_id).is_dir()
+            # Nobody else takes the stage away, whose lock is ours; by now, the next save may have replaced this one.
+            finished_by_others = not os.path.lexists(self._stage)
             if not (finished_by_others and isinstance(error, OSError)):
                 self._move_back(old)
                 raise
