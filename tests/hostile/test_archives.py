@@ -61,12 +61,14 @@ def patched(archive: bytes, position: int, content: bytes) -> bytes:
 
 def overlapping(count: int) -> bytes:
     """Many members with the same bytes."""
-    archive = blob_of(TENSOR, {"data/0": bytes(2**20)})
+    names = [f"{number:02}" for number in range(count)]
+    storages = b"".join(storage(name, 2**21) for name in names)
+    archive = blob_of(b"\x80\x02](" + storages + b"e.", {"data/00": bytes(2**23)})
     (table,) = struct.unpack_from("<I", archive, len(archive) - 6)
     entries = archive[table : len(archive) - 22]
     last = entries[entries.rindex(b"PK\1\2") :]
-    more = b"".join(last.replace(b"data/0", b"data/%c" % number) for number in range(65, 65 + count))
-    tail = struct.pack("<4s4HIIH", b"PK\5\6", 0, 0, 4 + count, 4 + count, len(entries + more), table, 0)
+    more = b"".join(last.replace(b"data/00", b"data/" + name.encode()) for name in names[1:])
+    tail = struct.pack("<4s4HIIH", b"PK\5\6", 0, 0, 3 + count, 3 + count, len(entries + more), table, 0)
     return archive[:table] + entries + more + tail
 
 
@@ -96,7 +98,7 @@ ARCHIVES = {
     "bzip2": lambda: blob_of(TENSOR, {"data/0": bytes(16)}, zipfile.ZIP_BZIP2),
     "a member of 2**60 bytes": lambda: with_member(GOOD, b"archive/data/1", b"", 2**60),
     "a stored member longer than it is": lambda: with_member(GOOD, b"archive/data/1", bytes(16), 2**31),
-    "overlapping members": lambda: overlapping(26),
+    "overlapping members": lambda: overlapping(60),
     "two pickles": lambda: twice("archive/data.pkl", b"\x80\x02N."),
     "two pickles, one in capitals": lambda: twice("archive/DATA.PKL", b"\x80\x02N."),
     "two tables": lambda: with_tables(blob_of(b"\x80\x02N."), GOOD),

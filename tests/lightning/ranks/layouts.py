@@ -57,7 +57,8 @@ class _Spread:
                 fully_shard(part, mesh=group)
 
     def on_train_start(self):
-        self.state_at_start = whole_state(self.trainer)
+        # Before the first step, torch would make one to have a state to give.
+        self.state_at_start = whole_state(self.trainer) if self.trainer.global_step else None
 
     def training_step(self, batch, batch_idx):
         self.seen += 1
