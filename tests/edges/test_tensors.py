@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_snapshot.errors import MetadataError, UnsupportedFeatureError, UnsupportedValueError
+from lightning_snapshot.errors import MetadataError, UnsupportedValueError
 from lightning_snapshot.geometry import Box, intersect, whole
 from lightning_snapshot.manifest import Shard, ShardedTensorEntry, TensorEntry, TensorNote
 from lightning_snapshot.read_plan import plan_read, stored_tensor
@@ -46,10 +46,6 @@ pytestmark = [
 
 class Subclass(torch.Tensor):
     pass
-
-
-class DTensor(torch.Tensor):
-    """Has the name of a tensor that is spread over ranks."""
 
 
 def quantized(dtype: torch.dtype = torch.qint8) -> torch.Tensor:
@@ -102,11 +98,6 @@ def test_how_a_tensor_is_stored(make, kind):
 def test_tensors_without_data_are_refused_with_their_place(make):
     with pytest.raises(UnsupportedValueError, match=r"^m/w: a tensor without data"):
         storage_kind(make(), "m/w")
-
-
-def test_tensors_that_are_spread_over_ranks_are_refused_with_their_place():
-    with pytest.raises(UnsupportedFeatureError, match=r"^m/w: saving a DTensor"):
-        storage_kind(BASE.as_subclass(DTensor), "m/w")
 
 
 @settings(max_examples=150)

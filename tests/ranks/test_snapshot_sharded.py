@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_snapshot import Snapshot, StateDict
-from lightning_snapshot.errors import TargetMismatchError, UnsupportedValueError
+from lightning_snapshot.errors import TargetMismatchError, UnsupportedFeatureError, UnsupportedValueError
+from lightning_snapshot.options import Options
+from lightning_snapshot.save import save
+from lightning_snapshot.storage import open_storage
 from tests.engine.strategies import bits
 from tests.ranks.processes import run_ranks
 
@@ -225,6 +228,22 @@ def restore_other_shape(_: int, path: str) -> str:
         Snapshot(path).restore({"s": StateDict({"rows torch.float32": target})})
     assert not target.full_tensor().any()
     return str(caught.value)
+
+
+def save_alone(rank: int, folder: Path) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"m": {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}}
+    try:
+        save(state, open_storage(folder / str(rank)), save_id="alone", options=Options())
+    except UnsupportedFeatureError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_does_not_save_its_part_as_if_it_were_the_whole(tmp_path: Path) -> None:
+    for message in run_ranks(save_alone, 2, tmp_path):
+        assert message.startswith("m/w: this tensor is spread over several ranks, and only one of them saves")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
