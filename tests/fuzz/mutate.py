@@ -70,11 +70,14 @@ def damage(random: Random, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Change bytes, lengths and names of files, as a disk, a copy or a person with an editor would."""
     changed = dict(files)
     for _ in range(random.choice([1, 1, 1, 2, 5])):
-        name = random.choice(sorted(changed))
-        other = random.choice(sorted(changed))
-        match random.choice(["bytes"] * 8 + ["swap", "copy", "rename", "remove", "old", "old"]):
+        names = sorted(changed)
+        name = METADATA if METADATA in changed and random.random() < 0.3 else random.choice(names)
+        other = random.choice(names)
+        match random.choice(["bytes"] * 8 + ["edit"] * 3 + ["swap", "copy", "rename", "remove", "old", "old"]):
             case "bytes":
                 changed[name] = damaged_bytes(random, changed[name], changed[other])
+            case "edit" if changed.get(METADATA, b"")[:1] == b"{":
+                changed[METADATA] = edited(random, changed[METADATA])
             case "swap":
                 changed[name], changed[other] = changed[other], changed[name]
             case "copy":
@@ -89,6 +92,18 @@ def damage(random: Random, files: Mapping[str, bytes]) -> dict[str, bytes]:
                     changed[name][:begin] + bytes(len(changed[name][begin : begin + 64])) + changed[name][begin + 64 :]
                 )
     return changed
+
+
+def edited(random: Random, text: bytes) -> bytes:
+    """Metadata with another content, as it is without a seal."""
+    try:
+        content = json.loads(text)
+        change_tree(random, content["manifest"], content)
+    except (ValueError, KeyError, TypeError):  # it was damaged before
+        return text
+    changed = json.dumps(content).encode()
+    # Who takes all of this project's own entry away makes a snapshot of torchsnapshot, which has no checksums.
+    return changed if EXTENSION_KEY.encode() in changed or EXTENSION_KEY.encode() not in text else text
 
 
 def damaged_bytes(random: Random, content: bytes, other: bytes) -> bytes:

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-CASES = 300
+CASES = 1000
 
 
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
