@@ -105,3 +105,10 @@ def namespace(request: pytest.FixtureRequest) -> Namespace:
     if request.param == "lightning":
         return Namespace("lightning", import_module("lightning.pytorch"), import_module("lightning.fabric"))
     return Namespace("pytorch_lightning", import_module("pytorch_lightning"), import_module("lightning_fabric"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that start many processes more time, and what several of them share: the machine may be busy."""
+    for item in items:
+        if item.get_closest_marker("distributed") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
