@@ -7,6 +7,7 @@ Every case follows from a seed and a number, so ``--case SEED:NUMBER`` repeats i
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import resource
@@ -167,7 +168,8 @@ def start_worker(run: Callable[[int], Finding | None], numbers: range, deadline:
     os.close(reader)
     limit = memory_bytes("VmSize") + MAX_ADDRESS_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process,
+    faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)  # after saying where it was
     with os.fdopen(writer, "w") as pipe:
         for number in numbers:
             if time.monotonic() > deadline:
