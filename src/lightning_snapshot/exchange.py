@@ -7,7 +7,7 @@ unchanged structure on, only values travel. Everything is encoded by msgspec: no
 import hashlib
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -38,12 +38,20 @@ class Opening(msgspec.Struct, frozen=True):
     keys: dict[str, str] = {}
 
 
+_Kind: TypeAlias = TensorSpec | ListEntry | DictEntry | OrderedDictEntry | None
+
+
 class _Structure(msgspec.Struct, frozen=True):
-    """What seldom changes. ``specs`` has a place, but nothing in it, for what is among the values."""
+    """What seldom changes.
+
+    Models have few kinds of tensors, so each kind is said once: ``numbers`` tells which one each path has. ``None`` is
+    the kind of what is among the values.
+    """
 
     holds: tuple[str, ...]
     paths: tuple[str, ...]
-    specs: tuple[TensorSpec | ListEntry | DictEntry | OrderedDictEntry | None, ...]
+    kinds: tuple[_Kind, ...]
+    numbers: tuple[int, ...]
     notes: RankNotes
 
 
@@ -101,11 +109,9 @@ def collect(meeting: Meeting, heard: Heard, opening: Opening, mine: Contribution
     Returns:
         On rank 0 all contributions, by rank; on the others nothing.
     """
-    paths = tuple(mine.specs)
     primitives = {path: spec for path, spec in mine.specs.items() if isinstance(spec, PrimitiveEntry)}
     blobs = {path: spec for path, spec in mine.specs.items() if isinstance(spec, BlobSpec)}
-    specs: Any = tuple(None if path in primitives or path in blobs else spec for path, spec in mine.specs.items())
-    content = _encode(_Structure(mine.holds, paths, specs, mine.notes))
+    content = _encode(_structure(mine))
     digest = _digest(content)
     remembers = heard.token == opening.token != ""
     repeated = remembers and heard.said == digest
@@ -115,32 +121,45 @@ def collect(meeting: Meeting, heard: Heard, opening: Opening, mine: Contribution
     if gathered is None:
         return None
     messages = [_decode(each, _Message) for each in gathered]
-    structures: dict[bytes, _Structure] = {}
-    paths_met: dict[str, str] = {}
-    contributions = [_contribution(message, heard, structures, paths_met) for message in messages]
-    heard.contributions = structures
+    known: dict[bytes, Contribution] = {}
+    met: dict[Any, Any] = {}
+    contributions = [_contribution(message, heard, known, met) for message in messages]
+    heard.contributions = known
     heard.remembering = [message.remembers for message in messages]
     return contributions
 
 
+def _structure(mine: Contribution) -> _Structure:
+    kinds: list[Any] = []
+    numbers: list[int] = []
+    known: dict[object, int] = {}
+    for spec in mine.specs.values():
+        kind = None if isinstance(spec, (PrimitiveEntry, BlobSpec)) else spec
+        # Containers have lists in them, which cannot be looked up.
+        number = known.setdefault(kind if kind is None or isinstance(kind, TensorSpec) else id(kind), len(kinds))
+        if number == len(kinds):
+            kinds.append(kind)
+        numbers.append(number)
+    return _Structure(mine.holds, tuple(mine.specs), tuple(kinds), tuple(numbers), mine.notes)
+
+
 def _contribution(
-    message: _Message, heard: Heard, structures: dict[bytes, _Structure], paths_met: dict[str, str]
+    message: _Message, heard: Heard, known: dict[bytes, Contribution], met: dict[Any, Any]
 ) -> Contribution:
-    # Ranks that say the same share one object, and equal paths are one text, which makes comparing them cheap.
-    structure = structures.get(message.digest)
-    if structure is None:
-        structure = heard.contributions.get(message.digest)
-        if structure is None:
-            structure = _decode(message.content, _Structure)
-            paths = tuple(map(paths_met.setdefault, structure.paths, structure.paths))
-            structure = msgspec.structs.replace(structure, paths=paths)
-        structures[message.digest] = structure
+    """What a rank brings; ``known`` gets it without the values."""
+    bare = known.get(message.digest) or heard.contributions.get(message.digest)
+    if bare is None:
+        structure = _decode(message.content, _Structure)
+        # Equal paths are one text, and equal specs one object, which makes comparing them cheap.
+        paths = map(met.setdefault, structure.paths, structure.paths)
+        kinds = [met.setdefault(kind, kind) if isinstance(kind, TensorSpec) else kind for kind in structure.kinds]
+        specs: Any = dict(zip(paths, map(kinds.__getitem__, structure.numbers), strict=True))
+        bare = Contribution(specs, structure.notes, structure.holds)
+    known[message.digest] = bare
     values = _decode(message.values, _Values)
-    specs = {
-        path: values.primitives.get(path) or values.blobs[path] if spec is None else spec
-        for path, spec in zip(structure.paths, structure.specs, strict=True)
-    }
-    return Contribution(specs, structure.notes, structure.holds, values.replicas)
+    if not (values.primitives or values.blobs or values.replicas):
+        return bare
+    return Contribution({**bare.specs, **values.primitives, **values.blobs}, bare.notes, bare.holds, values.replicas)
 
 
 def distribute(meeting: Meeting, heard: Heard, opening: Opening, parts: Sequence[Part] | None) -> Part:

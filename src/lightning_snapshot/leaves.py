@@ -250,7 +250,8 @@ class LeafReader:
         given = [*self._fillable.values(), *(target.tensor for target in self._memory.values())]
         streams.follow({tensor.device for tensor in given} | {self.request.device})
         pool = self.request.session.pool(self.request.options, block_bytes)
-        means = Means(pool, block_bytes, self.request.options.threads, self.request.meter, streams)
+        threads = max(self.request.options.threads, self.storage.min_threads)
+        means = Means(pool, block_bytes, threads, self.request.meter, streams)
         return read_all(plan, self._target, self.storage, records, means, verify=self.request.options.verify)
 
     def _records(self) -> Mapping[str, FileRecord]:

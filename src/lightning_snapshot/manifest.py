@@ -196,8 +196,17 @@ def encode(manifest: Manifest) -> bytes:
 
 def seal(data: bytes) -> bytes:
     """The text of a manifest with the right checksum in its extension entry; as it is if it has none."""
-    match = _CHECKSUM.search(data)
-    return data if match is None else data[: match.end(1)] + _checksum(data, match).encode() + data[match.end() :]
+    match = _find_checksum(data)
+    if match is None:
+        return data
+    text = memoryview(data)
+    return b"".join((text[: match.end(1)], _checksum(data, match).encode(), text[match.end() :]))
+
+
+def _find_checksum(data: bytes) -> "re.Match[bytes] | None":
+    # Backwards: it is near the end, and with many ranks the text is long.
+    start = data.rfind(b'"checksum":')
+    return None if start < 0 else _CHECKSUM.match(data, start)
 
 
 def _checksum(data: bytes, match: "re.Match[bytes] | None") -> str:
@@ -252,7 +261,7 @@ def _checked_extension(stored: _StoredManifest, data: bytes, source: str) -> Ext
             msg = f"{source}: expected an entry {EXTENSION_KEY!r}, found none; the metadata is damaged"
             raise MetadataError(msg)
         return None
-    found = _checksum(data, _CHECKSUM.search(data))
+    found = _checksum(data, _find_checksum(data))
     if found != own.checksum:
         msg = f"{source}: the metadata changed since it was written: expected checksum {own.checksum}, found {found}"
         raise MetadataError(msg)

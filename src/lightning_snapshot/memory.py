@@ -9,8 +9,17 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Buffer", "BufferPool", "advise_huge_pages", "copy_memory", "memory_at", "no_garbage_collection"]
+__all__ = [
+    "UNLIMITED_BYTES",
+    "Buffer",
+    "BufferPool",
+    "advise_huge_pages",
+    "copy_memory",
+    "memory_at",
+    "no_garbage_collection",
+]
 
+UNLIMITED_BYTES = 2**62
 _PAGE_BYTES = mmap.PAGESIZE
 # Below this, huge pages do not pay.
 _MIN_HUGE_BYTES = 4 * 1024 * 1024

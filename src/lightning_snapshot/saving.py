@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_snapshot.manifest import FileRecord
 from lightning_snapshot.memory import BufferPool
 from lightning_snapshot.stats import Meter, Stats
-from lightning_snapshot.writing import Writing
+from lightning_snapshot.writing import Keep, Writing
 
 __all__ = ["PendingSave", "Saving"]
 
@@ -30,13 +30,20 @@ class Saving:
     publish: Callable[[dict[str, FileRecord]], Stats]
     stack: ExitStack
 
-    def capture(self, pool: BufferPool) -> None:
-        """Copy what has not been read yet. When this returns, the state may change.
+    def capture(self, pool: BufferPool, keep: Keep | None = None, *, check: bool = False) -> None:
+        """Copy what has not been read yet. When this returns, the state may change, except for what is kept.
 
         If the pool may be too small for all of it, `finish` must be going on in another thread.
+
+        Args:
+            pool: Gives memory for the copies.
+            keep: See `Writing.capture`.
+            check: Compare the content of what is kept with what is read later.
         """
-        with self.meter.stage("capture"):
-            self.writing.capture(pool)
+        with self.meter.stage("capture"), self.meter.stalling():
+            self.writing.capture(pool, keep)
+            if check:
+                self.writing.note_content()
 
     def finish(self) -> Stats:
         """Write everything, and publish it.
@@ -66,10 +73,11 @@ class PendingSave:
 
     Args:
         saving: What has begun.
-        then: Called in that thread when the save has ended, with what made it fail, before anybody who waits goes on.
+        then: Called in that thread when the save has ended, with its record or what made it fail, before anybody who
+            waits goes on.
     """
 
-    def __init__(self, saving: Saving, then: Callable[[BaseException | None], None] | None = None) -> None:
+    def __init__(self, saving: Saving, then: Callable[[Stats | BaseException], object] | None = None) -> None:
         self._saving = saving
         self._then = then
         self._future: Future[Stats] = Future()
@@ -86,8 +94,13 @@ class PendingSave:
             raise
 
     def capture(self, pool: BufferPool) -> None:
-        """See `Saving.capture`."""
-        self._saving.capture(pool)
+        """Copy what has not been read yet; see `Saving.capture`."""
+        if not self.done():
+            self._saving.capture(pool)
+
+    def cancel(self, error: BaseException) -> None:
+        """Let the save end with an error, unless it is published before that."""
+        self._saving.writing.cancel(error)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -130,5 +143,5 @@ class PendingSave:
                 self._then(error)
             raise
         if self._then is not None:
-            self._then(None)
+            self._then(stats)
         return stats

@@ -53,6 +53,7 @@ class Session:
         self.last_load: Stats | None = None
         self.last_read: tuple[bytes, Manifest] | None = None
         self._pool: BufferPool | None = None
+        self._copies: BufferPool | None = None
         self._budget_bytes = 0
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -72,11 +73,25 @@ class Session:
                 self._process = os.getpid()
             return self._pool
 
+    def copies(self, limit_bytes: int, block_bytes: int) -> BufferPool:
+        """Memory for the copy of a state: that of before, if it is right.
+
+        Args:
+            limit_bytes: Most of it.
+            block_bytes: In pieces of this size.
+        """
+        with self._lock:
+            pool = self._copies
+            if pool is None or (pool.limit_bytes, pool.block_bytes) != (limit_bytes, block_bytes):
+                pool = self._copies = BufferPool(limit_bytes, block_bytes)
+            return pool
+
     def release(self) -> None:
         """Give back the memory. The session can be used again."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.release()
+            for pool in (self._pool, self._copies):
+                if pool is not None:
+                    pool.release()
             self.planner = Planner()
             self.heard = Heard()
             self.last_read = None

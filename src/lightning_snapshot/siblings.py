@@ -14,9 +14,9 @@ from lightning_snapshot.storage import (
     Published,
     Storage,
     list_published,
-    local_path,
     look_at,
     open_storage,
+    parent_of,
     published_at,
 )
 from lightning_snapshot.storage.locations import data_locations
@@ -39,14 +39,14 @@ def latest(directory: _Path, storage_options: Mapping[str, Any] | None = None) -
     hidden, is ignored.
 
     Args:
-        directory: A folder on a local disk.
-        storage_options: Options of the storage, as fsspec has them.
+        directory: Path or URL of a folder.
+        storage_options: Options of the storage, by the names of obstore or of fsspec.
 
     Returns:
         Its path, which begins with ``directory``; nothing if there is none.
 
     Raises:
-        UnsupportedFeatureError: The folder is not on a local or mounted disk.
+        UnsupportedFeatureError: The place or an option is not known, or a package is missing that it needs.
         StorageError: The storage failed.
     """
     for _, path in _snapshots_in(directory, storage_options):
@@ -60,7 +60,7 @@ def latest(directory: _Path, storage_options: Mapping[str, Any] | None = None) -
 def _snapshots_in(directory: _Path, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[Published, str]]:
     """Snapshots and their paths, the newest first."""
     open_storage(directory, storage_options)  # says what is wrong with the path
-    for published in list_published(local_path(directory)):
+    for published in list_published(directory, storage_options):
         yield published, os.path.join(os.fspath(directory), published.name)
 
 
@@ -108,7 +108,7 @@ class Fallback:
             SnapshotError: That of ``path``, if no other snapshot may or can replace it; it says what was tried.
         """
         storage = open_storage(path, self._storage_options)
-        published = published_at(local_path(path))
+        published = published_at(path, self._storage_options)
         defect = self._damaged.get(published) if published else None
         filled: set[str] = set()
         if defect is None:
@@ -133,7 +133,7 @@ class Fallback:
     def _is_replaceable(self, path: _Path, error: SnapshotError) -> bool:
         if not isinstance(error, NotASnapshotError):
             return self._previous
-        found = look_at(path)
+        found = look_at(path, self._storage_options)
         # A killed save of torchsnapshot cannot be told from an ordinary folder.
         return found in (Found.EMPTY, Found.UNFINISHED) or (self._previous and found is Found.FOLDER)
 
@@ -145,8 +145,7 @@ class Fallback:
         return bare
 
     def _siblings(self, path: _Path, published: Published | None) -> Iterator[tuple[Published, str]]:
-        folder = os.path.dirname(os.path.abspath(local_path(path)))
-        for sibling, place in _snapshots_in(folder, self._storage_options):
+        for sibling, place in _snapshots_in(parent_of(path), self._storage_options):
             if published is None or sibling < published:
                 yield sibling, place
 

@@ -6,36 +6,46 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_snapshot.errors import (
-    EntryNotFoundError,
-    TargetMismatchError,
-    UnsupportedFeatureError,
-    UnsupportedValueError,
-)
+from lightning_snapshot.background import Failure, note_failure, take_back
+from lightning_snapshot.errors import EntryNotFoundError, TargetMismatchError, UnsupportedValueError
 from lightning_snapshot.group import Group
 from lightning_snapshot.manifest import Entry, Manifest, PrimitiveEntry
+from lightning_snapshot.memory import UNLIMITED_BYTES, BufferPool
 from lightning_snapshot.options import Options
+from lightning_snapshot.read_plan import TensorLike, stored_tensor
 from lightning_snapshot.restore import load, read_manifest, read_value
 from lightning_snapshot.save import begin_save
+from lightning_snapshot.saving import PendingSave, Saving
 from lightning_snapshot.session import Session
 from lightning_snapshot.stateful import RNGState, Stateful, copies_tensors_as_they_are
 from lightning_snapshot.stats import Stats
 from lightning_snapshot.storage import Storage, open_storage
 from lightning_snapshot.tensors import is_spread, is_tensor, tensors_by_path
-from lightning_snapshot.together import Save, save_each
+from lightning_snapshot.together import Save, begin_each
 from lightning_snapshot.tree import ALIAS_ROOT, Leaf, encode_key, flatten
 from lightning_snapshot.verify import Progress, Report, verify
-from lightning_snapshot.view import kept_back, values_of_ranks
+from lightning_snapshot.view import kept_back, values_of_ranks, view_of_rank
 
-__all__ = ["Snapshot", "new_save_id"]
+__all__ = ["PendingSnapshot", "Snapshot", "new_save_id"]
 
 _MAX_LISTED = 5
+
+
+class _Alone:
+    """In place of a process group where there is none."""
+
+
+_ALONE = _Alone()
+# The last `async_take` of each process group.
+_going_on: "WeakKeyDictionary[Any, PendingSnapshot]" = WeakKeyDictionary()
 _logger = logging.getLogger("lightning_snapshot")
 
 
@@ -112,18 +122,8 @@ class Snapshot:
             RankError: Another rank failed for a reason of its own.
             RankTimeoutError: A rank did not come, or is gone.
         """
-        snapshot = cls(path, pg, storage_options)
-        sharing = _Replicated(app_state, replicated or ())
-        group = Group.of(pg)
-        options, session, save_id = snapshot._options, snapshot._session, new_save_id()
-        if group.world_size == 1:
-            states = _state_dicts(app_state)
-            begin_save(
-                states, snapshot._storage, save_id=save_id, options=options, session=session, sharing=sharing
-            ).finish()
-        else:
-            save = Save(snapshot.path, snapshot._move_to, save_id, options, session, group)
-            save_each(lambda: _state_dicts(app_state), save, sharing)
+        snapshot, saving = cls._begin(path, app_state, pg, replicated, storage_options)
+        saving.finish()
         return snapshot
 
     def _move_to(self, path: str) -> Storage:
@@ -132,14 +132,77 @@ class Snapshot:
         return self._storage
 
     @classmethod
-    def async_take(cls, *_: Any, **__: Any) -> None:
-        """Not offered by this version.
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: Mapping[str, Stateful],
+        pg: Any = None,
+        replicated: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> "PendingSnapshot":
+        """Copy the state of some objects and save the copy in the background. Called on all ranks, like `take`.
+
+        When this returns, the objects may change: nothing of that gets into the snapshot. The copy takes as much memory
+        as the state, until it is written. If another `async_take` of the process group goes on, this waits for it
+        first, for at most one copy to be there; so does `take`.
+
+        Args:
+            path: As in `take`. If nothing is there, an empty folder keeps the place until the snapshot is published.
+            app_state: As in `take`.
+            pg: As in `take`. In the background, its ranks talk without collectives.
+            replicated: As in `take`.
+            storage_options: As in `take`.
+
+        Returns:
+            What tells about the end. If the save fails and nobody asks, the program ends with an error message and
+            exit status 1; a program that ends earlier waits for it.
 
         Raises:
-            UnsupportedFeatureError: Always.
+            UnsupportedValueError: As in `take`.
+            StorageError: As in `take`, as far as it is known by now.
+            RankError: As in `take`.
         """
-        msg = "Snapshot.async_take is not supported yet; use Snapshot.take"
-        raise UnsupportedFeatureError(msg)
+        snapshot, saving = cls._begin(path, app_state, pg, replicated, storage_options, claim=True)
+        block_bytes = snapshot._options.block_bytes  # noqa: SLF001  # of this class
+        try:
+            saving.capture(BufferPool(UNLIMITED_BYTES, block_bytes))
+        except BaseException as error:
+            saving.abandon(error)
+            raise
+        pending = _going_on[_ranks(pg)] = PendingSnapshot(snapshot, saving)
+        return pending
+
+    @classmethod
+    def _begin(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: Mapping[str, Stateful],
+        pg: Any,
+        replicated: list[str] | None,
+        storage_options: dict[str, Any] | None,
+        *,
+        claim: bool = False,
+    ) -> tuple["Snapshot", Saving]:
+        before = _going_on.pop(_ranks(pg), None)
+        if before is not None:
+            before.wait_quietly()
+        snapshot = cls(path, pg, storage_options)
+        sharing = _Replicated(app_state, replicated or ())
+        group = Group.of(pg)
+        options, session, save_id = snapshot._options, snapshot._session, new_save_id()
+        if group.world_size > 1:
+            save = Save(snapshot.path, snapshot._move_to, save_id, options, session, group, claim)
+            return snapshot, begin_each(lambda: _state_dicts(app_state), save, sharing)
+        saving = begin_save(
+            _state_dicts(app_state),
+            snapshot._storage,
+            save_id=save_id,
+            options=options,
+            session=session,
+            claim=claim,
+            sharing=sharing,
+        )
+        return snapshot, saving
 
     def restore(self, app_state: Mapping[str, Stateful], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # torchsnapshot's signature
         """Load the state of some objects, in place where a tensor of equal dtype and shape is there.
@@ -169,6 +232,8 @@ class Snapshot:
         for key, stateful in sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0])):
             current = {key: stateful.state_dict()}
             own = tensors_by_path(current)
+            if isinstance(stateful, torch.optim.Optimizer):
+                own = {**self._parts_to_come(key, stateful, group.rank), **own}
             self._check_elasticity(key, current, group)
             targets = own if copies_tensors_as_they_are(stateful) else _copies_of_spread(own)
             state = self._load([key], group.rank, targets=targets, asked=own.keys())[key]
@@ -177,6 +242,25 @@ class Snapshot:
                 stateful.load_state_dict(state, strict=strict)
             else:
                 stateful.load_state_dict(state)
+
+    def _parts_to_come(self, key: str, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, torch.Tensor]:
+        """Logical path → memory for state that an optimizer does not have yet, spread over ranks like its parameter.
+
+        Without this, all of it would come to each rank, and the optimizer could make no step with it.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        spread = {
+            f"{encode_key(key)}/state/{number}": parameter.detach()
+            for number, parameter in enumerate(parameters)
+            if is_spread(parameter)
+        }
+        found = {}
+        view = view_of_rank(read_manifest(self._storage, self._session), rank) if spread else {}
+        for path, located in view.items():
+            like, entry = spread.get(path.rpartition("/")[0]), located.entry
+            if like is not None and isinstance(entry, TensorLike) and stored_tensor(path, entry).shape == like.shape:
+                found[path] = torch.empty_like(like)
+        return found
 
     def _check_elasticity(self, key: str, current: Mapping[str, Any], group: Group) -> None:
         """Say what this rank, or ranks that do not exist any more, do not get back of a state."""
@@ -300,6 +384,73 @@ class Snapshot:
     def metadata(self) -> Manifest:
         """Version, world size and entries. Raises like `get_manifest`."""
         return read_manifest(self._storage)
+
+
+class PendingSnapshot:
+    """A snapshot that is being saved. Any thread may ask about it; `Snapshot.async_take` gives it."""
+
+    def __init__(self, snapshot: Snapshot, saving: Saving) -> None:
+        self.path = snapshot.path
+        self._snapshot = snapshot
+        self._failure: Failure | None = None
+        self._pending = PendingSave(saving, self._end)
+        self._pending.start()
+
+    def _end(self, result: Stats | BaseException) -> None:
+        if isinstance(result, BaseException):
+            self._failure = Failure(self.path, result)
+            note_failure(self._failure)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._pending.done()
+
+    def wait(self, timeout_seconds: float | None = None) -> Snapshot:
+        """Wait for the end.
+
+        Args:
+            timeout_seconds: By default as long as it takes.
+
+        Returns:
+            The snapshot, which is published.
+
+        Raises:
+            TimeoutError: The end has not come in time.
+            SnapshotError: The save failed; what was there before is still there.
+        """
+        error = self.exception(timeout_seconds)
+        if error is not None:
+            raise error
+        return self._snapshot
+
+    def wait_quietly(self) -> None:
+        """Wait for the end; what made the save fail is still to be told."""
+        self._pending.exception()
+
+    def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
+        """Wait for the end, and give what made the save fail; ``None`` if the snapshot is published.
+
+        Args:
+            timeout_seconds: As in `wait`.
+
+        Raises:
+            TimeoutError: As in `wait`.
+        """
+        error = self._pending.exception(timeout_seconds)
+        if self._failure is not None:
+            take_back(self._failure)
+        return error
+
+    def add_done_callback(self, callback: Callable[["PendingSnapshot"], object]) -> None:
+        """Call a function when the save has ended: in its thread, or at once if that is so already."""
+        self._pending.add_done_callback(lambda _: callback(self))
+
+
+def _ranks(pg: Any) -> Any:
+    """Those that save together, as a key of `_going_on`."""
+    if pg is None and distributed.is_available():
+        pg = distributed.group.WORLD
+    return _ALONE if pg is None else pg
 
 
 class _Replicated:

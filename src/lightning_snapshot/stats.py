@@ -27,6 +27,7 @@ class Stats:
         hash_seconds: Spent on checksums, summed over threads.
         device_seconds: Spent waiting for the storage to read or write, summed over threads.
         staging_bytes: Staging memory that was in use at the worst moment.
+        stall_seconds: For how long the caller had to wait: all the time, except in saves that go on behind training.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class Stats:
     hash_seconds: float
     device_seconds: float
     staging_bytes: int
+    stall_seconds: float
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -48,9 +50,10 @@ class Stats:
     def __str__(self) -> str:
         """One line for a log."""
         verb = "saved" if self.operation == "save" else "loaded"
+        waited = f" of which training waited {self.stall_seconds:.2f} s" if self.stall_seconds < self.seconds else ""
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.stage_seconds.items())
         return (
-            f"{verb} {self.path}: {self.data_bytes / 1e6:,.1f} MB in {self.files} files, {self.seconds:.2f} s, "
+            f"{verb} {self.path}: {self.data_bytes / 1e6:,.1f} MB in {self.files} files, {self.seconds:.2f} s{waited}, "
             f"{self.gigabytes_per_second:.2f} GB/s ({stages}; threads: copy {self.copy_seconds:.2f}, hash "
             f"{self.hash_seconds:.2f}, device {self.device_seconds:.2f}; staging {self.staging_bytes / 2**20:.0f} MiB)"
         )
@@ -67,6 +70,7 @@ class Meter:
         self._threads = dict.fromkeys(("copy", "hash", "device"), 0.0)
         self._lock = threading.Lock()
         self._data_bytes = self._files = self._staging_bytes = self._peak_bytes = 0
+        self._stall_seconds: float | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -76,6 +80,19 @@ class Meter:
             yield
         finally:
             self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - begin
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Measure what the caller waits for, if not for all of it; for the first time, from the beginning on."""
+        begin = self._begin if self._stall_seconds is None else time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - begin
+
+    def add_wait(self, seconds: float) -> None:
+        """The caller has waited before that."""
+        self._begin -= seconds
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
@@ -108,17 +125,19 @@ class Meter:
 
     def finish(self) -> Stats:
         """The record, which is also logged at level INFO."""
+        seconds = time.perf_counter() - self._begin
         stats = Stats(
             operation=self._operation,
             path=self._path,
             data_bytes=self._data_bytes,
             files=self._files,
-            seconds=time.perf_counter() - self._begin,
+            seconds=seconds,
             stage_seconds=dict(self._stages),
             copy_seconds=self._threads["copy"],
             hash_seconds=self._threads["hash"],
             device_seconds=self._threads["device"],
             staging_bytes=self._peak_bytes,
+            stall_seconds=seconds if self._stall_seconds is None else self._stall_seconds,
         )
         _logger.info("%s", stats)
         return stats

@@ -3,6 +3,7 @@
 Tensors are handled as rows of integers of the same width, so that no bit changes on the way, whatever the dtype.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -169,8 +170,12 @@ def rejoined(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             shape=spread.size(),
             stride=spread.stride(),
         )
-    msg = f"expected a {like.dtype} tensor for a {type(like).__name__}, found {local.dtype}"
-    raise UnsupportedFeatureError(msg)
+    metadata = copy.deepcopy(spread.metadata())
+    metadata.tensor_properties.dtype = local.dtype
+    parts = [type(part)(local.reshape(part.metadata.shard_sizes), part.metadata) for part in spread.local_shards()]
+    # Others of its constructors talk to the other ranks.
+    make = type(spread)._init_from_local_shards_and_global_metadata  # noqa: SLF001  # see above
+    return make(parts, metadata, process_group=spread._process_group, sharding_spec=spread.sharding_spec())  # type: ignore[no-any-return]  # noqa: SLF001  # torch has no types for it
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -151,7 +151,7 @@ class _Check:
 
     def __init__(self, storage: Storage, options: Options, block_bytes: int) -> None:
         self._storage = storage
-        self._options = options
+        self._threads = max(options.threads, storage.min_threads)
         self._block_bytes = block_bytes
         self._pool = BufferPool(options.memory_budget_bytes, block_bytes)
         self.problems: list[Problem] = []
@@ -161,7 +161,7 @@ class _Check:
         total_bytes = sum(file.record.size_bytes for file in files if file.record is not None)
         last: _File | None = None
         try:
-            for result in _in_order(self._file_tasks(files), self._options.threads):
+            for result in _in_order(self._file_tasks(files), self._threads):
                 if last is not None and last is not result.file:
                     last.close()
                 last = result.file
@@ -174,7 +174,7 @@ class _Check:
                 file.close()
         damaged = {problem.location for problem in self.problems}
         sound = (file for file in files if file.location not in damaged)
-        for result in _in_order(self._zip_tasks(sound), self._options.threads):
+        for result in _in_order(self._zip_tasks(sound), self._threads):
             self.problems += result.problems
 
     def _file_tasks(self, files: Iterable[_File]) -> Iterator[_Task]:

@@ -87,11 +87,10 @@ def view_of_rank(manifest: Manifest, rank: int) -> dict[str, Located]:
         located = Located(path, entry, text)
         if owner == rank:
             view[logical_path] = located
-        if _is_replicated(entry):
-            if owner == 0:
-                replicated[logical_path] = located
-        elif isinstance(entry, (ShardedTensorEntry, DTensorEntry)):
+        if isinstance(entry, ShardedTensorEntry) or (isinstance(entry, DTensorEntry) and not _is_replicated(entry)):
             sharded.setdefault(logical_path, {})[owner] = located
+        elif owner == 0 and _is_replicated(entry):
+            replicated[logical_path] = located
     view |= replicated
     listed = _Listed(view, rank)
     for logical_path, parts in sharded.items():

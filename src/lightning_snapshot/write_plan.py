@@ -4,6 +4,7 @@ Pure and deterministic: the same specs give the same plan, on every rank and in 
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -165,24 +166,24 @@ class WritePlan:
 
 
 class _Part(msgspec.Struct, frozen=True, gc=False):
-    """A piece before it has a place.
+    """A piece before it has a place. Leaves that are alike have the same parts.
 
     Attributes:
-        path: Logical path of the leaf.
         box: Its global box.
         ranks: Who holds it, and could write it. Hashable.
         begin_bytes: Start in the row-major bytes of what each of them holds of the leaf (inclusive).
         end_bytes: End (exclusive).
+        dtype: Of the leaf.
         own_file: It must be alone in its file.
         replicated: Its entry is stored once, under rank 0.
         digest: Blobs with the same one share a file.
     """
 
-    path: str
     box: Box
     ranks: Sequence[int]
     begin_bytes: int
     end_bytes: int
+    dtype: str = ""
     own_file: bool = False
     replicated: bool = False
     digest: str = ""
@@ -190,6 +191,16 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
     @property
     def size_bytes(self) -> int:
         return self.end_bytes - self.begin_bytes
+
+    def at(self, location: str, byte_range: tuple[int, int] | None) -> Shard:
+        """The part in its place; ``byte_range`` is ``None`` for a file of its own."""
+        sizes = self.box.sizes
+        entry = TensorEntry(location, "buffer_protocol", self.dtype, sizes, False, byte_range)  # noqa: FBT003  # a Struct's field
+        return Shard(self.box.offsets, sizes, entry)
+
+
+_PathPart: TypeAlias = tuple[str, _Part]
+"""Logical path of a leaf, and a part of it."""
 
 
 def plan_write(specs: Sequence[RankSpecs], layout: Layout, holders: Holders | None = None) -> WritePlan:
@@ -206,9 +217,11 @@ def plan_write(specs: Sequence[RankSpecs], layout: Layout, holders: Holders | No
     Raises:
         UnsupportedValueError: Ranks disagree about a tensor that they share.
     """
-    _check_agreement(specs, with_replicas=holders is None)
-    parts = list(_cut(specs, layout, holders))
-    places, files = _place(parts, _assign(parts, len(specs)), len(specs), layout)
+    if holders is None:
+        _check_replicas(specs)
+    parts = [*_cut(specs, layout, holders), *_cut_shards(specs, layout)]
+    writers = _assign([part for _, part in parts], len(specs))
+    places, files = _place(parts, writers, len(specs), layout)
     return WritePlan(_entries(specs, places), files)
 
 
@@ -264,33 +277,40 @@ def _renamed(plan: WritePlan, specs: Sequence[RankSpecs], before: str, now: str)
         file.location: file.location.replace(f"/{before}/", f"/{now}/", 1) for files in plan.files for file in files
     }
 
-    def renamed(entry: Entry) -> Entry:
-        if isinstance(entry, (TensorEntry, ObjectEntry)):
+    def renamed(entry: Entry) -> Entry | None:
+        if isinstance(entry, ShardedTensorEntry):
+            return ShardedTensorEntry([moved(shard) for shard in entry.shards]) if entry.shards else entry
+        if isinstance(entry, TensorEntry):
+            return moved_tensor(entry)
+        if isinstance(entry, ObjectEntry):
             return msgspec.structs.replace(entry, location=names[entry.location])
         if isinstance(entry, ChunkedTensorEntry):
             return msgspec.structs.replace(entry, chunks=[moved(chunk) for chunk in entry.chunks])
-        if isinstance(entry, ShardedTensorEntry):
-            return ShardedTensorEntry([moved(shard) for shard in entry.shards])
-        return entry
+        return None
 
     def moved(shard: Shard) -> Shard:
-        location = names[shard.tensor.location]
-        return Shard(shard.offsets, shard.sizes, msgspec.structs.replace(shard.tensor, location=location))
+        return Shard(shard.offsets, shard.sizes, moved_tensor(shard.tensor))
+
+    def moved_tensor(entry: TensorEntry) -> TensorEntry:
+        location = names[entry.location]
+        return TensorEntry(location, entry.serializer, entry.dtype, entry.shape, entry.replicated, entry.byte_range)
 
     entries: dict[str, Entry] = {}
     for path, entry in plan.entries.items():
-        rank, _, logical_path = path.partition("/")
-        spec = specs[int(rank)][logical_path]
-        entries[path] = renamed(entry) if isinstance(spec, (TensorSpec, BlobSpec)) else spec
+        leaf = renamed(entry)
+        if leaf is None:
+            rank, _, logical_path = path.partition("/")
+            spec = specs[int(rank)][logical_path]
+            leaf = entry if isinstance(spec, (TensorSpec, BlobSpec)) else spec
+        entries[path] = leaf
     files = tuple(
         tuple(FilePlan(names[file.location], file.size_bytes, file.pieces) for file in files) for files in plan.files
     )
     return WritePlan(entries, files)
 
 
-def _cut(specs: Sequence[RankSpecs], layout: Layout, holders_of: Holders | None) -> Iterator[_Part]:
-    """The parts that have to be written once each."""
-    sharded: dict[tuple[str, Box], tuple[TensorSpec, list[int]]] = {}
+def _cut(specs: Sequence[RankSpecs], layout: Layout, holders_of: Holders | None) -> Iterator[_PathPart]:
+    """The parts of what is not spread over ranks, and has to be written once each."""
     everyone = range(len(specs))
     holding = {root: tuple(ranks) for root, ranks in (holders_of or {}).items()}
     shared_bytes = _shared_piece_bytes(specs, layout)
@@ -298,37 +318,50 @@ def _cut(specs: Sequence[RankSpecs], layout: Layout, holders_of: Holders | None)
         alone = (rank,)
         for path, spec in spec_of.items():
             if isinstance(spec, TensorSpec):
-                if spec.tied_to or (rank and spec.replicated):
-                    continue
-                if spec.box is not None:
-                    first, holders = sharded.setdefault((path, spec.box), (spec, []))
-                    holders.append(rank)
-                    if spec.is_tied and not first.is_tied:
-                        sharded[path, spec.box] = spec, holders
+                if spec.box is not None or spec.tied_to or (rank and spec.replicated):
                     continue
                 ranks: Sequence[int] = alone
                 if spec.replicated and not spec.by_rank_0:
                     ranks = everyone if holders_of is None else holding.get(path.partition("/")[0], alone)
                 limit = shared_bytes if len(ranks) > 1 else layout.chunk_bytes
                 for box, begin, end in _pieces(whole(spec.shape), spec.item_bytes, limit):
-                    yield _Part(path, box, ranks, begin, end, spec.is_tied, spec.replicated)
+                    yield path, _Part(box, ranks, begin, end, spec.dtype, spec.is_tied, spec.replicated)
             elif isinstance(spec, BlobSpec) and not (rank and spec.replicated):
-                yield _Part(path, _NO_BOX, alone, 0, spec.size_bytes, True, spec.replicated, spec.digest)  # noqa: FBT003  # a Struct's fields
-    yield from _cut_shards(sharded, shared_bytes, layout)
+                part = _Part(_NO_BOX, alone, 0, spec.size_bytes, spec.dtype, True, spec.replicated, spec.digest)  # noqa: FBT003  # a Struct's fields
+                yield path, part
 
 
-def _cut_shards(
-    sharded: Mapping[tuple[str, Box], tuple[TensorSpec, Sequence[int]]], shared_bytes: int, layout: Layout
-) -> Iterator[_Part]:
-    for (path, box), (spec, holders) in sharded.items():
-        size_bytes = box.volume * spec.item_bytes
-        limit = shared_bytes if len(holders) > 1 else layout.chunk_bytes
-        ranks = tuple(holders)
-        if size_bytes > limit:
-            for piece, begin, end in _pieces(box, spec.item_bytes, limit):
-                yield _Part(path, piece, ranks, begin, end, spec.is_tied)
-        elif size_bytes:  # a rank may hold nothing of a tensor
-            yield _Part(path, box, ranks, 0, size_bytes, spec.is_tied)
+def _cut_shards(specs: Sequence[RankSpecs], layout: Layout) -> Iterator[_PathPart]:
+    """The parts of what is spread over ranks."""
+    spread: dict[str, dict[int, TensorSpec]] = defaultdict(dict)
+    for rank, spec_of in enumerate(specs):
+        for path, spec in spec_of.items():
+            if isinstance(spec, TensorSpec) and spec.box is not None:
+                spread[path][rank] = spec
+    shared_bytes = _shared_piece_bytes(specs, layout)
+    # Models have few kinds of tensors, and specs that have come from other ranks are one object where they are equal.
+    cut: dict[tuple[tuple[int, ...], ...], list[_Part]] = {}
+    for path, shards in spread.items():
+        kind = tuple(shards), tuple(map(id, shards.values()))
+        parts = cut.get(kind)
+        if parts is None:
+            _check_shards(path, list(shards.values()))
+            parts = cut[kind] = list(_parts_of_shards(shards, shared_bytes, layout))
+        for part in parts:
+            yield path, part
+
+
+def _parts_of_shards(shards: Mapping[int, TensorSpec], shared_bytes: int, layout: Layout) -> Iterator[_Part]:
+    holders: dict[Box, list[int]] = {}
+    for rank, spec in shards.items():
+        if spec.box is not None and not spec.tied_to:
+            holders.setdefault(spec.box, []).append(rank)
+    for box, ranks in holders.items():
+        first, is_tied = shards[ranks[0]], any(shards[rank].is_tied for rank in ranks)
+        limit = shared_bytes if len(ranks) > 1 else layout.chunk_bytes
+        for piece, begin, end in _pieces(box, first.item_bytes, limit):
+            if end:  # a rank may hold nothing of a tensor
+                yield _Part(piece, tuple(ranks), begin, end, first.dtype, is_tied)
 
 
 def _shared_piece_bytes(specs: Sequence[RankSpecs], layout: Layout) -> int:
@@ -355,33 +388,28 @@ def _pieces(box: Box, item_bytes: int, limit_bytes: int) -> Iterable[tuple[Box, 
     return pieces
 
 
-def _check_agreement(specs: Sequence[RankSpecs], *, with_replicas: bool) -> None:
-    sharded: dict[str, list[TensorSpec]] = {}
+def _check_shards(path: str, shards: Sequence[TensorSpec]) -> None:
+    kinds = {(spec.dtype, spec.item_bytes, spec.shape): None for spec in shards}
+    if len(kinds) > 1:
+        msg = f"{path}: expected one dtype and shape on all ranks, found {', '.join(map(str, kinds))}"
+        raise UnsupportedValueError(msg)
+    defect = find_tiling_defect(shards[0].shape, [spec.box for spec in shards if spec.box is not None])
+    if defect:
+        msg = f"{path}: the shards of all ranks do not make up the tensor of shape {list(shards[0].shape)}: {defect}"
+        raise UnsupportedValueError(msg)
+
+
+def _check_replicas(specs: Sequence[RankSpecs]) -> None:
+    first = specs[0]
     for rank, spec_of in enumerate(specs):
+        if spec_of is first:
+            continue
         for path, spec in spec_of.items():
-            if isinstance(spec, TensorSpec) and spec.box is not None:
-                sharded.setdefault(path, []).append(spec)
-            elif rank and with_replicas:
-                _check_replica(path, specs[0].get(path), spec, rank)
-        for path, spec in specs[0].items() if rank and with_replicas else ():
+            if not (isinstance(spec, TensorSpec) and spec.box is not None):
+                _check_replica(path, first.get(path), spec, rank)
+        for path, spec in first.items():
             if path not in spec_of:
                 _check_replica(path, spec, None, rank)
-    agreed: set[tuple[TensorSpec, ...]] = set()  # models have few kinds of tensors
-    for path, shards in sharded.items():
-        alike = tuple(shards)
-        if alike in agreed:
-            continue
-        agreed.add(alike)
-        kinds = {(spec.dtype, spec.item_bytes, spec.shape): None for spec in shards}
-        if len(kinds) > 1:
-            msg = f"{path}: expected one dtype and shape on all ranks, found {', '.join(map(str, kinds))}"
-            raise UnsupportedValueError(msg)
-        defect = find_tiling_defect(shards[0].shape, [spec.box for spec in shards if spec.box is not None])
-        if defect:
-            msg = (
-                f"{path}: the shards of all ranks do not make up the tensor of shape {list(shards[0].shape)}: {defect}"
-            )
-            raise UnsupportedValueError(msg)
 
 
 _Spec: TypeAlias = Entry | TensorSpec | BlobSpec | None
@@ -426,14 +454,6 @@ def _assign(parts: Sequence[_Part], world_size: int) -> list[int]:
     return writer
 
 
-class _Place(msgspec.Struct, frozen=True, gc=False):
-    """Where one piece went; ``byte_range`` is ``None`` for a file of its own."""
-
-    box: Box
-    location: str
-    byte_range: tuple[int, int] | None
-
-
 @dataclass(slots=True)
 class _RankFiles:
     """The files of one rank while they are being filled."""
@@ -446,22 +466,22 @@ class _RankFiles:
     pieces: list[Piece] = field(default_factory=list)
     size_bytes: int = 0
 
-    def put(self, part: _Part) -> _Place:
+    def put(self, path: str, part: _Part) -> Shard:
         begin, end = part.begin_bytes, part.end_bytes
         size_bytes = end - begin
         if part.own_file:
             location = self._next_name()
-            self.files.append(FilePlan(location, size_bytes, (Piece(part.path, begin, end, 0),)))
-            return _Place(part.box, location, None)
+            self.files.append(FilePlan(location, size_bytes, (Piece(path, begin, end, 0),)))
+            return part.at(location, None)
         alignment = _PAGE_BYTES if size_bytes >= _LARGE_BYTES else _SMALL_ALIGNMENT_BYTES
         offset = -(-self.size_bytes // alignment) * alignment
         if self.pieces and offset + size_bytes > self.file_bytes:
             self.close()
             offset = 0
         self.location = self.location or self._next_name()
-        self.pieces.append(Piece(part.path, begin, end, offset))
+        self.pieces.append(Piece(path, begin, end, offset))
         self.size_bytes = offset + size_bytes
-        return _Place(part.box, self.location, (offset, self.size_bytes))
+        return part.at(self.location, (offset, self.size_bytes))
 
     def close(self) -> None:
         if self.pieces:
@@ -473,23 +493,27 @@ class _RankFiles:
         return f"{self.prefix}{self.names - 1}"
 
 
-_Places: TypeAlias = Mapping[tuple[str, int], Sequence[_Place]]
-"""``(logical path, rank whose entry names it)`` → pieces."""
+_Places: TypeAlias = Sequence[Mapping[str, list[Shard]]]
+"""Rank whose entry names them → logical path → pieces."""
 
 
 def _place(
-    parts: Sequence[_Part], writers: Sequence[int], world_size: int, layout: Layout
+    parts: Sequence[_PathPart], writers: Sequence[int], world_size: int, layout: Layout
 ) -> tuple[_Places, tuple[tuple[FilePlan, ...], ...]]:
     ranks = [_RankFiles(f".data/{layout.save_id}/{rank}_", layout.file_bytes) for rank in range(world_size)]
-    places: dict[tuple[str, int], list[_Place]] = {}
-    blobs: dict[str, _Place] = {}
-    for part, rank in zip(parts, writers, strict=True):
+    places: list[dict[str, list[Shard]]] = [{} for _ in range(world_size)]
+    blobs: dict[str, Shard] = {}
+    for (path, part), rank in zip(parts, writers, strict=True):
         place = blobs.get(part.digest) if part.digest else None
         if place is None:
-            place = ranks[rank].put(part)
-        if part.digest:
-            blobs[part.digest] = place
-        places.setdefault((part.path, 0 if part.replicated else rank), []).append(place)
+            place = ranks[rank].put(path, part)
+            if part.digest:
+                blobs[part.digest] = place
+        of_owner = places[0 if part.replicated else rank]
+        if path in of_owner:
+            of_owner[path].append(place)
+        else:
+            of_owner[path] = [place]
     for files in ranks:
         files.close()
     return places, tuple(tuple(files.files) for files in ranks)
@@ -498,19 +522,19 @@ def _place(
 def _entries(specs: Sequence[RankSpecs], places: _Places) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for rank, spec_of in enumerate(specs):
-        prefix = f"{rank}/"
+        prefix, own = f"{rank}/", places[rank]
         for path, spec in spec_of.items():
             if isinstance(spec, TensorSpec):
                 if rank and spec.replicated:
                     continue  # one copy, under rank 0 (FORMAT 7.4)
-                first, owner = spec.tied_to or path, rank
-                if spec.tied_to and _is_replicated(spec_of[first]):
-                    owner = 0  # where the one copy was written is known under rank 0
-                entries[prefix + path] = _tensor_entry(spec, places.get((first, owner), ()))
+                of_owner = own
+                if spec.tied_to and _is_replicated(spec_of[spec.tied_to]):
+                    of_owner = places[0]  # where the one copy was written is known under rank 0
+                entries[prefix + path] = _tensor_entry(spec, of_owner.get(spec.tied_to or path, []))
             elif rank and _is_replicated(spec):
                 continue
             elif isinstance(spec, BlobSpec):
-                entries[prefix + path] = _blob_entry(spec, places[path, rank][0].location)
+                entries[prefix + path] = _blob_entry(spec, own[path][0].tensor.location)
             else:
                 entries[prefix + path] = spec
     return entries
@@ -522,23 +546,15 @@ def _is_replicated(spec: _Spec) -> bool:
     return spec.replicated
 
 
-def _tensor_entry(spec: TensorSpec, places: Sequence[_Place]) -> Entry:
+def _tensor_entry(spec: TensorSpec, places: list[Shard]) -> Entry:
     if spec.box is not None:
         if not places:
             return _NO_SHARDS
-        ordered = places if len(places) == 1 else sorted(places, key=lambda p: p.box.offsets)
-        return ShardedTensorEntry([_shard(spec, place) for place in ordered])
-    if len(places) == 1:
-        return _piece_entry(spec, places[0], replicated=spec.replicated)
-    return ChunkedTensorEntry(spec.dtype, spec.shape, [_shard(spec, place) for place in places], spec.replicated)
-
-
-def _shard(spec: TensorSpec, place: _Place) -> Shard:
-    return Shard(place.box.offsets, place.box.sizes, _piece_entry(spec, place, replicated=False))
-
-
-def _piece_entry(spec: TensorSpec, place: _Place, *, replicated: bool) -> TensorEntry:
-    return TensorEntry(place.location, "buffer_protocol", spec.dtype, place.box.sizes, replicated, place.byte_range)
+        return ShardedTensorEntry(places if len(places) == 1 else sorted(places, key=lambda place: place.offsets))
+    if len(places) > 1:
+        return ChunkedTensorEntry(spec.dtype, spec.shape, places, spec.replicated)
+    entry = places[0].tensor
+    return msgspec.structs.replace(entry, replicated=True) if spec.replicated else entry
 
 
 def _blob_entry(spec: BlobSpec, location: str) -> Entry:

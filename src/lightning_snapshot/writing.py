@@ -1,20 +1,22 @@
 """Runs a plan in a few threads; writes: moves bytes from tensors to files, block by block, and hashes them on the way.
 
-A block is filled from the tensors, hashed and written. With `Writing.capture`, all blocks that are not filled yet are
-filled at once, into memory of their own, so that the tensors may change while the rest goes on.
+A block is filled from the tensors, hashed and written. With `Writing.capture`, blocks that are not filled yet are
+filled at once, into memory of their own, so that the tensors may change while the rest goes on. Those that it is told
+to keep are read later, and whether they have changed by then is looked at.
 """
 
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
+from lightning_snapshot.errors import StateChangedError
 from lightning_snapshot.execute import PAGE_BYTES, Means, run
 from lightning_snapshot.manifest import FileRecord
 from lightning_snapshot.memory import Buffer, BufferPool, copy_memory, memory_at
@@ -22,7 +24,12 @@ from lightning_snapshot.storage import Transaction, Writer
 from lightning_snapshot.tensors import TensorSource
 from lightning_snapshot.write_plan import FilePlan
 
-__all__ = ["Writing"]
+__all__ = ["Keep", "Writing"]
+
+Keep: TypeAlias = Callable[[TensorSource], bool]
+"""Says of which tensors a capture makes no copy, because whoever changes them waits for another capture."""
+
+_MAX_NAMED = 3
 
 
 class Writing:
@@ -47,6 +54,7 @@ class Writing:
         self._changed = threading.Condition()
         self._unread: deque[_Block] = deque(block for job in self._jobs for block in job.blocks())
         self._captured: deque[tuple[_Block, BufferPool, Buffer]] = deque()
+        self._failure: BaseException | None = None  # why `run` has to stop
         self._captures = 0  # calls of `capture` that go on
         self._reading = 0  # blocks whose tensors somebody looks at just now
         self._is_over = False
@@ -63,24 +71,57 @@ class Writing:
         with self._changed:
             return sum(block.end - block.begin for block in self._unread)
 
-    def capture(self, pool: BufferPool) -> None:
-        """Copy whatever has not been read yet. When this returns, the tensors may change.
+    def capture(self, pool: BufferPool, keep: Keep | None = None) -> None:
+        """Copy what has not been read yet. When this returns, the tensors may change, except for those that are kept.
 
         Where the pool is too small, this waits for `run`, which must then be going on in another thread. If that fails,
-        this returns, and only `run` raises.
+        this returns, and only `run` raises. If this fails, `run` raises, too.
 
         Args:
             pool: Gives memory for the copies, in blocks as large as those of the staging memory.
+            keep: Tensors that must stay as they are until the next call, so that they need no copy now. If one of them
+                changes nevertheless, `run` raises `StateChangedError`, as far as torch counts changes.
         """
         with self._changed:
             self._captures += 1
+            wanted = self._take_unread(keep)
         try:
-            run(iter(partial(self._next_capture, pool), None), self._means.threads)
+            run(iter(partial(self._next_capture, wanted, pool), None), self._means.threads)
+        except BaseException as error:
+            self.cancel(error)
+            raise
         finally:
             with self._changed:
                 self._captures -= 1
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._reading)
+
+    def note_content(self) -> None:
+        """Remember a checksum of everything that is kept, and fail if it is another one when it is read."""
+        with self._changed:
+            blocks = list(self._unread)
+        run((partial(block.job.note_content, block.begin, block.end) for block in blocks), self._means.threads)
+
+    def _take_unread(self, keep: Keep | None) -> "deque[_Block]":
+        """The unread blocks that have to be copied; the others stay."""
+        blocks, self._unread = self._unread, deque()
+        wanted: deque[_Block] = deque()
+        for block in blocks:
+            tensors = block.job.tensors(block.begin, block.end)
+            if not tensors:  # bytes do not change
+                self._unread.append(block)
+            elif keep is not None and all(map(keep, tensors.values())):
+                block.job.note_versions(tensors)
+                self._unread.append(block)
+            else:
+                wanted.append(block)
+        return wanted
+
+    def cancel(self, error: BaseException) -> None:
+        """Let `run` raise an error as soon as it can, unless it is through by then."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
     def run(self) -> dict[str, FileRecord]:
         """Write all files and make them durable.
@@ -102,11 +143,11 @@ class Writing:
                 job.close()
         return {job.plan.location: job.record() for job in self._jobs}
 
-    def _next_capture(self, pool: BufferPool) -> Callable[[], None] | None:
+    def _next_capture(self, wanted: "deque[_Block]", pool: BufferPool) -> Callable[[], None] | None:
         with self._changed:
-            if not self._unread:
+            if self._is_over or not wanted:
                 return None
-            block = self._unread.popleft()
+            block = wanted.popleft()
             self._reading += 1
         return partial(self._capture, block, pool)
 
@@ -128,7 +169,9 @@ class Writing:
     def _next_block(self) -> Callable[[], None] | None:
         """What there is to write: first what is captured, for whose memory somebody may be waiting."""
         with self._changed:
-            self._changed.wait_for(lambda: self._captured or self._unread or not self._captures)
+            self._changed.wait_for(lambda: self._failure or self._captured or self._unread or not self._captures)
+            if self._failure is not None:
+                raise self._failure
             if self._captured:
                 return partial(self._write_captured, *self._captured.popleft())
             if not self._unread:
@@ -171,7 +214,8 @@ class _FileWrite:
     lock: threading.Lock = field(default_factory=threading.Lock)
     writer: Writer | None = None
     hashes: dict[int, str] = field(default_factory=dict)
-
+    expected_hashes: dict[int, str] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
     ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,6 +240,7 @@ class _FileWrite:
             address = self._address(begin, end)
             if address:
                 block = memory_at(address, end - begin)
+                stack.callback(self.check_versions, begin, end)
             else:
                 buffer = stack.enter_context(self.means.pool.buffer())
                 stack.enter_context(self.means.meter.staging(self.means.pool.block_bytes))
@@ -214,6 +259,8 @@ class _FileWrite:
             writer = self.writer
         with means.meter.time("hash"):
             digest = xxhash.xxh3_64_hexdigest(block)
+        if self.expected_hashes.get(begin, digest) != digest:
+            raise self._changed_error(self.tensors(begin, begin + len(block)))
         with means.meter.time("device"):
             writer.write(begin, block)
         with self.lock:
@@ -239,6 +286,51 @@ class _FileWrite:
         """Put the bytes of a block into a buffer."""
         with self.means.meter.time("copy"):
             self._fill(buffer.view[: end - begin], buffer, begin, end)
+        self.check_versions(begin, end)
+
+    def tensors(self, begin: int, end: int) -> dict[str, TensorSource]:
+        """What a block is read from: logical path → tensor."""
+        pieces = self.plan.pieces
+        found = {}
+        for number in range(bisect_right(self.ends, begin), len(pieces)):
+            if pieces[number].offset_bytes >= end:
+                break
+            path = pieces[number].path
+            if isinstance(source := self.sources[path], TensorSource):
+                found[path] = source
+        return found
+
+    def note_versions(self, tensors: Mapping[str, TensorSource]) -> None:
+        """Remember how often tensors have changed so far, as torch counts it."""
+        for path, source in tensors.items():
+            self.versions.setdefault(path, source.tensor._version)  # noqa: SLF001  # as torch's documentation names it
+
+    def check_versions(self, begin: int, end: int) -> None:
+        """Called when a block has been read."""
+        if self.versions:
+            tensors = self.tensors(begin, end)
+            changed = [
+                path
+                for path, source in tensors.items()
+                if self.versions.get(path, source.tensor._version) != source.tensor._version  # noqa: SLF001  # as above
+            ]
+            if changed:
+                raise self._changed_error(changed)
+
+    def note_content(self, begin: int, end: int) -> None:
+        """Remember the checksum of a block."""
+        with self.means.pool.buffer() as buffer:
+            self._fill(buffer.view[: end - begin], buffer, begin, end)
+            self.expected_hashes[begin] = xxhash.xxh3_64_hexdigest(buffer.view[: end - begin])
+
+    def _changed_error(self, paths: Iterable[str]) -> StateChangedError:
+        names = list(paths)
+        more = f" or {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        return StateChangedError(
+            f"{' or '.join(names[:_MAX_NAMED])}{more}: expected no change between the save and the next step of the "
+            "optimizer, found one; nothing was saved. With overlap=True, only optimizers may change what they own; "
+            "use async_save=True without overlap"
+        )
 
     def _fill(self, block: memoryview, buffer: Buffer, begin: int, end: int) -> None:
         filled = begin

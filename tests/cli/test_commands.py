@@ -373,7 +373,7 @@ def test_verify_as_json(tmp_path: Path, run: Any) -> None:
         (["show", "file"], "file: expected a snapshot, which is a folder with .snapshot_metadata, found a file"),
         (["show", "broken"], "broken/.snapshot_metadata: "),
         (["show", "good", "gone"], "good: expected a value 'gone', found none; top-level keys are ['epoch', "),
-        (["ls", "s3://bucket/a"], "s3://bucket/a: "),
+        (["ls", "nowhere://bucket/a"], "nowhere://bucket/a: "),
     ],
 )
 def test_errors_are_one_line(

@@ -97,14 +97,16 @@ def test_all_times_are_there(caplog):
 
 
 def test_a_record_is_one_line():
-    stats = Stats("save", "runs/a.ckpt", 3_456_700_000, 4, 2.0, {"plan": 0.5, "write": 1.25}, 1.0, 2.0, 3.0, 64 * 2**20)
+    stages = {"plan": 0.5, "write": 1.25}
+    stats = Stats("save", "runs/a.ckpt", 3_456_700_000, 4, 2.0, stages, 1.0, 2.0, 3.0, 64 * 2**20, 2.0)
     assert str(stats) == (
         "saved runs/a.ckpt: 3,456.7 MB in 4 files, 2.00 s, 1.73 GB/s (plan 0.50, write 1.25; threads: copy 1.00, "
         "hash 2.00, device 3.00; staging 64 MiB)"
     )
-    assert str(Stats("load", "x", 0, 0, 0.0, {}, 0, 0, 0, 0)).startswith(
+    assert str(Stats("load", "x", 0, 0, 0.0, {}, 0, 0, 0, 0, 0)).startswith(
         "loaded x: 0.0 MB in 0 files, 0.00 s, 0.00 GB/s"
     )
+    assert "2.00 s of which training waited 0.50 s, " in str(dataclasses.replace(stats, stall_seconds=0.5))
 
 
 def test_each_save_and_load_is_logged_once_and_kept(tmp_path, caplog):

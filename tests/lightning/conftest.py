@@ -21,11 +21,17 @@ def cls(namespace) -> SimpleNamespace:
 
 
 @pytest.fixture
-def make_trainer(namespace, tmp_path: Path) -> Callable[..., Any]:
+def plugin_arguments() -> dict[str, Any]:
+    """Of the plugins that `make_trainer` makes; tests may say others."""
+    return {}
+
+
+@pytest.fixture
+def make_trainer(namespace, tmp_path: Path, plugin_arguments: dict[str, Any]) -> Callable[..., Any]:
     """A quiet Trainer with the plugin. ``plugin=None`` gives Lightning's own checkpoints."""
 
     def make(*, plugin: Any = ..., **arguments: Any) -> Any:
-        plugin = SnapshotCheckpointIO() if plugin is ... else plugin
+        plugin = SnapshotCheckpointIO(**plugin_arguments) if plugin is ... else plugin
         defaults = {
             "accelerator": "cpu",
             "devices": 1,

@@ -159,14 +159,15 @@ def test_other_ranks_and_other_plugins_clear_nothing(tmp_path, rank, plugin):
     assert tree(tmp_path) == before
 
 
-def test_a_root_folder_in_an_object_store_is_left_alone():
+def test_a_root_folder_that_cannot_be_reached_is_left_alone(caplog):
     trainer = SimpleNamespace(
         is_global_zero=True,
         strategy=SimpleNamespace(checkpoint_io=SnapshotCheckpointIO()),
         checkpoint_callbacks=[SimpleNamespace()],
-        default_root_dir="s3://bucket/run",
+        default_root_dir="nowhere://bucket/run",
     )
     SnapshotCallback().on_train_start(trainer, None)
+    assert "could not clean up in nowhere://bucket/run" in caplog.text
 
 
 # --- "last" ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,13 @@ import pytest
 from lightning_snapshot import Snapshot
 from tests.lightning.models import STEPS_PER_EPOCH, difference, state_of
 
+
+@pytest.fixture(params=[{}, {"async_save": True}, {"overlap": True}], ids=["sync", "async", "overlap"])
+def plugin_arguments(request):
+    """Whatever goes on behind training, all of this must come out the same."""
+    return request.param
+
+
 SCORES = (3.0, 1.0, 2.0, 5.0, 4.0)
 
 
@@ -73,6 +80,7 @@ def test_last_is_replaced_at_each_save_and_always_loads(namespace, cls, make_tra
     class ReadsLast(namespace.pl.Callback):
         def on_train_batch_start(self, trainer, *_):
             if trainer.global_step:
+                trainer.strategy.checkpoint_io.wait()
                 assert_complete(last)
                 seen.append((step_of(last), trainer.global_step))
 

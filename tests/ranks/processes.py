@@ -22,8 +22,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from torch import distributed
 
+needs_fully_shard = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch cannot train with fully_shard without a GPU"
+)
 _PRELOADED = ["torch", "torch.distributed", "hypothesis", "pytest", "tests.ranks.processes"]
 # What the first optimizer step or DTensor would import in each rank.
 _PRELOADED += ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning_snapshot.snapshot"]

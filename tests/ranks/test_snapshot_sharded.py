@@ -6,8 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -17,7 +26,7 @@ from lightning_snapshot.options import Options
 from lightning_snapshot.save import save
 from lightning_snapshot.storage import open_storage
 from tests.engine.strategies import bits
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import needs_fully_shard, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -137,7 +146,7 @@ class Tied(nn.Module):
         return self.head(self.down(self.up(self.embed(tokens)).relu()))
 
 
-def wrapped(seed: int, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrapped(seed: int, how: str, *, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model: nn.Module = Tied()
     world_size = distributed.get_world_size()
@@ -150,7 +159,8 @@ def wrapped(seed: int, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     elif how == "hybrid":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
-    step(model, optimizer)
+    for _ in range(steps):
+        step(model, optimizer)
     return model, optimizer
 
 
@@ -180,13 +190,29 @@ def take_model(_: int, path: str, how: str) -> list[Any]:
     return [saved, state_of(model, optimizer)]
 
 
-def restore_model(_: int, path: str, how: str) -> list[Any]:
-    model, optimizer = wrapped(1, how)
+def restore_model(_: int, path: str, how: str, steps: int) -> list[Any]:
+    model, optimizer = wrapped(1, how, steps=steps)
     Snapshot(path).restore({"model": model, "optimizer": optimizer})
     assert model.head.weight is model.embed.weight
     restored = state_of(model, optimizer)
     step(model, optimizer)
     return [restored, state_of(model, optimizer)]
+
+
+def restore_with_another_dtype(_: int, path: str) -> dict[str, Any]:
+    model = fully_shard(Tied().to(torch.bfloat16), mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    Snapshot(path).restore({"model": model, "optimizer": optimizer})
+    restored = state_of(model, optimizer)
+    step(model, optimizer)
+    return restored
+
+
+def converted(value: Any) -> Any:
+    """To bfloat16, except for the number of steps."""
+    if isinstance(value, dict):
+        return {key: item if key == "step" else converted(item) for key, item in value.items()}
+    return value.to(torch.bfloat16)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -195,16 +221,89 @@ def same(left: Any, right: Any) -> bool:
     return torch.equal(left, right)
 
 
+@needs_fully_shard
 @pytest.mark.parametrize(("how", "saved"), [("1-D", 2), ("1-D", 4), ("2-D", 4), ("hybrid", 4)])
 def test_models_go_on_as_if_nothing_had_been(how: str, saved: int, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     taken = run_ranks(take_model, saved, path, how)
-    for restored, after in run_ranks(restore_model, saved, path, how):
-        assert same(restored, taken[0][0])
-        assert same(after, taken[0][1])
-    for other, world_size in [("none", 1), ("1-D", 2), ("1-D", 3), ("2-D", 4)]:
-        for restored, _ in run_ranks(restore_model, world_size, path, other):
+    for steps in (1, 0):  # an optimizer that has made no step has no state to read into
+        for restored, after in run_ranks(restore_model, saved, path, how, steps):
+            assert same(restored, taken[0][0])
+            assert same(after, taken[0][1])
+    for other, world_size, steps in [("none", 1, 1), ("1-D", 2, 1), ("1-D", 3, 0), ("2-D", 4, 1)]:
+        for restored, _ in run_ranks(restore_model, world_size, path, other, steps):
             assert same(restored, taken[0][0]), (other, world_size)
+    for restored in run_ranks(restore_with_another_dtype, 2, path):
+        assert same(restored, converted(taken[0][0]))
+
+
+# FSDP 1
+
+
+def flattened(seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model that gives its state as ``ShardedTensor``s; of its 5 rows, the last rank of 4 has none."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).to(dtype)
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+    configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (seed + 1))
+    train_flattened(model, optimizer)
+    return model, optimizer
+
+
+def train_flattened(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 3, dtype=next(model.parameters()).dtype)).square().sum().backward()
+    optimizer.step()
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    whole = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+    return {"model": full(get_model_state_dict(model, options=whole)), "optimizer": full(state)}
+
+
+def take_flattened(_: int, path: str) -> list[Any]:
+    model, optimizer = flattened(0)
+    state = StateDict(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    assert type(state["state"]["0.weight"]["exp_avg"]) is type(model.state_dict()["0.weight"]) is ShardedTensor
+    Snapshot.take(path, {"model": model, "optimizer": state}, replicated=["optimizer/*"])
+    saved = whole_state(model, optimizer)
+    train_flattened(model, optimizer)
+    return [saved, whole_state(model, optimizer)]
+
+
+def restore_flattened(_: int, path: str) -> list[Any]:
+    model, optimizer = flattened(1)
+    state = StateDict(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    Snapshot(path).restore({"model": model, "optimizer": state})
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state.data))
+    restored = whole_state(model, optimizer)
+    train_flattened(model, optimizer)
+    return [restored, whole_state(model, optimizer)]
+
+
+def restore_flattened_with_another_dtype(_: int, path: str) -> Any:
+    model, optimizer = flattened(1, torch.bfloat16)
+    Snapshot(path).restore({"model": model})
+    return whole_state(model, optimizer)["model"]
+
+
+def test_sharded_tensors_of_fsdp_1_are_read_into(tmp_path: Path) -> None:
+    for saved in (2, 4):
+        path = str(tmp_path / str(saved))
+        ((at_save, later), *_) = run_ranks(take_flattened, saved, path)
+        for world_size in (2, 3, 4):
+            for restored, after in run_ranks(restore_flattened, world_size, path):
+                assert same(restored, at_save)
+                assert saved != world_size or same(after, later)
+        for found in run_ranks(restore_flattened_with_another_dtype, 4, path):
+            assert same(found, converted(at_save["model"]))
+        plain = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+        Snapshot(path).restore({"model": plain})
+        assert same(dict(plain.state_dict()), at_save["model"])
 
 
 def take_partial_sums(rank: int, path: str) -> str:

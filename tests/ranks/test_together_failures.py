@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from lightning_snapshot.describe import NothingShared
-from lightning_snapshot.errors import RankTimeoutError, StorageError
+from lightning_snapshot.errors import RankError, RankTimeoutError, StorageError
 from lightning_snapshot.group import Group
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load
@@ -147,6 +147,42 @@ def test_a_rank_that_is_killed_is_named_and_the_old_snapshot_is_whole(dying: int
         assert value == 1
     assert run_ranks(save_again, 3, path) == [3, 3, 3]
     assert not [name for name in listing(path) if "second" in name]
+
+
+def interrupt(rank: int, path: str, interrupted: list[int]) -> list[Any]:
+    """Some ranks get Ctrl-C while they write."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+    group = Group.of()
+    save(path, 1, "first", open_storage, group)
+    once = iter([signal.SIGINT])
+
+    def press(*_: Any) -> None:
+        if (number := next(once, None)) is not None:
+            signal.pthread_kill(threading.main_thread().ident, number)
+
+    posix = FaultyPosix(before={"write": press} if rank in interrupted else {})
+    with pytest.raises((KeyboardInterrupt, RankError)) as caught:
+        save(path, 2, "second", storage_with(posix), group)
+    distributed.barrier()
+    found = [f"{caught.type.__name__}: {caught.value}", value_at(path, rank), listing(path)]
+    distributed.barrier()
+    save(path, 3, "third", open_storage, group)
+    return [*found, value_at(path, rank)]
+
+
+@pytest.mark.parametrize("interrupted", [[0], [1], [0, 1]])
+def test_ctrl_c_during_a_save_ends_it_on_all_ranks(interrupted: list[int], tmp_path: Path) -> None:
+    results = run_ranks(interrupt, 2, str(tmp_path / "s"), interrupted)
+    errors = []
+    for error, value, left, after in results:
+        errors.append(error)
+        assert (value, after) == (1, 3)
+        assert not [name for name in left if "second" in name]
+    # Of two at the same time, one may hear of the other first.
+    first = next(rank for rank, error in enumerate(errors) if error == "KeyboardInterrupt: ")
+    assert first in interrupted
+    assert {*errors} <= {"KeyboardInterrupt: ", f"RankError: rank {first} raised KeyboardInterrupt"}
+    assert len(interrupted) == 2 or len({*errors}) == 2
 
 
 def save_again(rank: int, path: str) -> int:

@@ -18,7 +18,7 @@ from rich.tree import Tree
 from lightning_snapshot.cli.listing import Checkpoint, list_checkpoints, read_manifest
 from lightning_snapshot.cli.outline import Node, Outline
 from lightning_snapshot.errors import SnapshotError
-from lightning_snapshot.storage import Found, local_path, look_at, open_storage
+from lightning_snapshot.storage import Found, look_at, open_storage
 
 if TYPE_CHECKING:
     from lightning_snapshot.verify import Report
@@ -65,7 +65,7 @@ def ls(path: Annotated[str, typer.Argument(help="Folder of checkpoints, or a sna
     """List the checkpoints in a folder, the oldest first, or the top-level keys of a snapshot."""
     storage = open_storage(path)
     if look_at(path) in (Found.FOLDER, Found.EMPTY):
-        _print_checkpoints(list_checkpoints(local_path(path)))
+        _print_checkpoints(list_checkpoints(path))
         return
     _print_keys(Outline(storage, read_manifest(storage), 0).whole())
 

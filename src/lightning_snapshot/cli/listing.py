@@ -16,7 +16,16 @@ from lightning_snapshot.manifest import (
 )
 from lightning_snapshot.read_plan import TensorLike
 from lightning_snapshot.rebuild import read_primitive
-from lightning_snapshot.storage import METADATA_NAME, Found, Storage, look_at, open_storage, published_at
+from lightning_snapshot.storage import (
+    METADATA_NAME,
+    Found,
+    Storage,
+    list_names,
+    local_path,
+    look_at,
+    open_storage,
+    published_at,
+)
 from lightning_snapshot.storage.locations import data_locations
 
 __all__ = ["Checkpoint", "file_size", "list_checkpoints", "read_manifest"]
@@ -63,22 +72,22 @@ def list_checkpoints(folder: str) -> list[Checkpoint]:
         SnapshotError: The storage failed.
     """
     checkpoints = []
-    for name in sorted(os.listdir(folder)):
+    for name in list_names(folder):
         path = os.path.join(folder, name)
         checkpoint = _describe(path, name)
         if checkpoint is not None:
-            link = os.readlink(path) if os.path.islink(path) else None
+            place = local_path(path)
+            link = os.readlink(place) if os.path.islink(place) else None
             checkpoints.append(replace(checkpoint, link=link))
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.saved)
 
 
 def _describe(path: str, name: str) -> Checkpoint | None:
     try:
-        status = os.stat(path)
+        modified, size_bytes = _time_and_size(path)
         found = look_at(path)
     except (FileNotFoundError, PermissionError):
         return None  # a link to nothing, removed since it was listed, or nobody's business
-    modified = datetime.fromtimestamp(status.st_mtime, timezone.utc)
     if name.startswith(_STAGING_PREFIX) and found is Found.SNAPSHOT:
         found = Found.UNFINISHED  # not published yet
     if found is Found.SNAPSHOT:
@@ -88,8 +97,17 @@ def _describe(path: str, name: str) -> Checkpoint | None:
     if found is Found.CHECKPOINT:
         return Checkpoint(name, "foreign", modified)
     if found is Found.FILE and name.endswith(_SUFFIX):
-        return Checkpoint(name, "foreign", modified, size_bytes=status.st_size)
+        return Checkpoint(name, "foreign", modified, size_bytes=size_bytes)
     return None
+
+
+def _time_and_size(path: str) -> tuple[datetime, int | None]:
+    """When a file or folder was written, as far as that can be known, and its length if it is a file."""
+    place = local_path(path)
+    if not place:
+        return datetime.fromtimestamp(0, timezone.utc), None  # folders in buckets have no time
+    status = os.stat(place)
+    return datetime.fromtimestamp(status.st_mtime, timezone.utc), status.st_size
 
 
 def _describe_snapshot(path: str, name: str, modified: datetime) -> Checkpoint | None:

@@ -32,7 +32,7 @@ from lightning_snapshot.group.watch import Patience
 
 __all__ = ["Group", "Meeting", "Patience"]
 
-_seats: "WeakKeyDictionary[distributed.ProcessGroup, Seat]" = WeakKeyDictionary()
+_seats: "WeakKeyDictionary[distributed.ProcessGroup, dict[str, Seat]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Group:
         *,
         late_seconds: float = 30.0,
         timeout_seconds: float = 1800.0,
+        channel: str = "",
     ) -> "Group":
         """The ranks of a process group. Any rank may call this at any time: nobody waits for anybody.
 
@@ -68,6 +69,7 @@ class Group:
             late_seconds: After this, a rank that has not come is named in a warning.
             timeout_seconds: After this without a sign of life of a rank, waiting for it is an error. The time-out of
                 the process group does not matter.
+            channel: Meetings over different channels can go on at the same time.
 
         Raises:
             RankError: This process is not in the process group.
@@ -85,7 +87,8 @@ class Group:
             raise RankError(msg)
         if world_size == 1:
             return cls.alone()
-        seat = _seats.get(pg) or _seats.setdefault(pg, Seat(Mailbox(store_of(pg))))
+        seats = _seats.setdefault(pg, {})
+        seat = seats.get(channel) or seats.setdefault(channel, Seat(Mailbox(store_of(pg, channel))))
         return cls(rank, world_size, (seat, Patience(late_seconds, timeout_seconds)))
 
     @classmethod

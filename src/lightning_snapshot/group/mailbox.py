@@ -139,7 +139,7 @@ class Mailbox:
 
 
 @_reaching_store()
-def store_of(pg: "distributed.ProcessGroup") -> Store:
+def store_of(pg: "distributed.ProcessGroup", channel: str = "") -> Store:
     """The part of the default store that belongs to a process group, over a connection of its own.
 
     Training waits in the store as well, for instance while ranks find each other for their first collective. Sharing
@@ -159,5 +159,5 @@ def store_of(pg: "distributed.ProcessGroup") -> Store:
         store = c10d.PrefixStore(token, client)
     # Groups that are split off together have one name, but never the same ranks.
     ranks = hashlib.sha256(str(distributed.get_process_group_ranks(pg)).encode()).hexdigest()[:16]
-    prefixed: Store = c10d.PrefixStore(f"lightning_snapshot/{pg.group_name}/{ranks}", store)
+    prefixed: Store = c10d.PrefixStore(f"lightning_snapshot/{pg.group_name}/{ranks}/{channel}", store)
     return prefixed

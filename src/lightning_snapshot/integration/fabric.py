@@ -45,9 +45,10 @@ def attach(fabric: Any, plugin: SnapshotCheckpointIO | None = None) -> SnapshotC
         raise UnsupportedFeatureError(msg)
     if isinstance(strategy, strategies_named("fabric", "FSDPStrategy", "ModelParallelStrategy")):
         join(strategy, FabricShardedMixin)
-    elif isinstance(strategy, strategies_named("fabric", "DDPStrategy")):
-        join(strategy, FabricReplicatedMixin)
     plugin = plugin or plugin_of(strategy) or SnapshotCheckpointIO()
+    names = ("DDPStrategy", "SingleDeviceStrategy") if plugin.behind.overlap else ("DDPStrategy",)
+    if isinstance(strategy, strategies_named("fabric", *names)):
+        join(strategy, FabricReplicatedMixin)
     strategy.checkpoint_io = plugin
     plugin.expect_single_writer()
     return plugin
@@ -67,7 +68,8 @@ class FabricReplicatedMixin(StrategyMixin):
     ) -> None:
         """Save on all ranks."""
         content = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        self.snapshots.save_on_all_ranks(content, path, _sharing(state), storage_options)
+        optimizers = _with_fence(self.snapshots, state)
+        self.snapshots.save_on_all_ranks(content, path, _sharing(state), storage_options, optimizers=optimizers)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load on each rank, straight into modules."""
@@ -81,6 +83,14 @@ class FabricReplicatedMixin(StrategyMixin):
             return super().load_checkpoint(path, state, *args, **kwargs)
         finally:
             plugin.read_next_checkpoint_into(None)
+
+
+def _with_fence(plugin: SnapshotCheckpointIO, state: Mapping[str, Any]) -> list[Optimizer]:
+    """The optimizers in a state, each of which waits before a step until its state is read."""
+    optimizers = [obj for obj in state.values() if isinstance(obj, Optimizer)]
+    if plugin.behind.overlap:
+        plugin.behind.fence_before_steps(optimizers)
+    return optimizers
 
 
 def _is_plain(module: Module) -> bool:
@@ -130,7 +140,9 @@ class FabricShardedMixin(StrategyMixin):
             if filter and key in filter and isinstance(value, Mapping):
                 value = {name: item for name, item in value.items() if filter[key](name, item)}
             content[key] = value
-        self.snapshots.save_on_all_ranks(content, path, StateSharing((), ()), storage_options)
+        optimizers = _with_fence(self.snapshots, state)
+        sharing = StateSharing((), ())
+        self.snapshots.save_on_all_ranks(content, path, sharing, storage_options, optimizers=optimizers)
 
     def load_checkpoint(
         self,
@@ -150,7 +162,7 @@ class FabricShardedMixin(StrategyMixin):
         Returns:
             The rest, except for what is spread over ranks.
         """
-        if is_stock_checkpoint(path):
+        if is_stock_checkpoint(path, self.snapshots.storage_options):
             return super().load_checkpoint(path, state, strict, **how)
         if isinstance(state, Optimizer):
             msg = f"{path}: an optimizer can only be loaded together with its model: fabric.load(path, {{…}})"

@@ -7,13 +7,13 @@ for one call, and `SnapshotCLIMixin` for one command line.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lightning_snapshot.integration.namespaces import modules
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
 from lightning_snapshot.snapshot import Snapshot
-from lightning_snapshot.storage import local_path, open_storage
+from lightning_snapshot.storage import Found, local_path, look_at, open_storage
 
 __all__ = ["SnapshotCLIMixin", "disable", "enable", "load_from_checkpoint"]
 
@@ -22,19 +22,20 @@ _lock = threading.RLock()
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def enable(*, trusted: bool = False) -> None:
+def enable(*, trusted: bool = False, storage_options: dict[str, Any] | None = None) -> None:
     """Let Lightning open snapshots wherever it opens checkpoint files, in all installed distributions.
 
     Replaces two functions inside Lightning: the one with which ``load_from_checkpoint`` opens a path, and the one with
     which ``LightningCLI`` takes hyperparameters from ``--ckpt_path``. What is no snapshot goes to the originals.
-    Calling it again only changes ``trusted``. `disable` puts the originals back.
+    Calling it again only changes the arguments. `disable` puts the originals back.
 
     Args:
         trusted: Let stored objects run their own code when they are loaded.
+        storage_options: Passed to the storage.
     """
     with _lock:
         disable()
-        _replace_loader(SnapshotCheckpointIO(trusted=trusted))
+        _replace_loader(SnapshotCheckpointIO(trusted=trusted, storage_options=storage_options))
         for cli in modules("pytorch", "cli"):
             # Older versions do not take hyperparameters from a checkpoint at all.
             original = getattr(cli.LightningCLI, "_parse_ckpt_path", None)
@@ -55,14 +56,16 @@ def load_from_checkpoint(
     checkpoint_path: str | os.PathLike[str],
     *,
     trusted: bool = False,
+    storage_options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> _T:
     """``cls.load_from_checkpoint`` for a snapshot or a stock checkpoint file.
 
     Args:
         cls: A ``LightningModule`` or ``LightningDataModule`` of any distribution.
-        checkpoint_path: Folder or file.
+        checkpoint_path: Folder or file; a path or URL.
         trusted: Let stored objects run their own code when they are loaded.
+        storage_options: Passed to the storage.
         **kwargs: As for ``cls.load_from_checkpoint``: ``map_location``, ``hparams_file``, ``strict``,
             ``weights_only``, and arguments that replace stored hyperparameters.
 
@@ -73,7 +76,7 @@ def load_from_checkpoint(
     """
     with _lock:
         before = list(_replaced)
-        _replace_loader(SnapshotCheckpointIO(trusted=trusted))
+        _replace_loader(SnapshotCheckpointIO(trusted=trusted, storage_options=storage_options))
         try:
             return cls.load_from_checkpoint(checkpoint_path, **kwargs)  # type: ignore[attr-defined,no-any-return]  # any distribution's class
         finally:
@@ -111,13 +114,19 @@ def _snapshot_aware_loader(original: Callable[..., Any], plugin: SnapshotCheckpo
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: FBT001  # as the original
     ) -> Any:
-        if isinstance(path_or_url, (str, os.PathLike)) and local_path(path_or_url):
+        if isinstance(path_or_url, (str, os.PathLike)) and _may_be_snapshot(path_or_url, plugin.storage_options):
             return plugin.load_checkpoint(path_or_url, map_location, weights_only)
         # Lightning before 2.6 has no such argument.
         chosen = {} if weights_only is None else {"weights_only": weights_only}
         return original(path_or_url, map_location=map_location, **chosen)
 
     return load
+
+
+def _may_be_snapshot(url: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> bool:
+    if os.fspath(url).startswith(("http:", "https:")):
+        return False
+    return bool(local_path(url)) or look_at(url, storage_options) not in (Found.FILE, Found.NOTHING)
 
 
 def _snapshot_aware_parser(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -136,7 +145,7 @@ def _take_hyperparameters(cli: Any) -> bool:
     """
     subcommand = cli.config.get("subcommand")
     path = cli.config[subcommand].get("ckpt_path") if subcommand else None
-    if not path or not os.path.isdir(local_path(path)) or not open_storage(path).is_snapshot():
+    if not path or os.path.isfile(local_path(path)) or not open_storage(path).is_snapshot():
         return False
     snapshot = Snapshot(path)
     if "0/hyper_parameters" not in snapshot.get_manifest():

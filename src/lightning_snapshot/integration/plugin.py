@@ -1,31 +1,45 @@
 """`SnapshotCheckpointIO`: Lightning's checkpoints as snapshots."""
 
+import io
 import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_snapshot.errors import DataError, NotASnapshotError, UnsafeObjectError
 from lightning_snapshot.group import Group
+from lightning_snapshot.integration.behind import Behind, OnBusy, OnError, SavesBehindTraining
 from lightning_snapshot.integration.namespaces import bases
 from lightning_snapshot.integration.ranks import part_to_load, rank_and_world_size
 from lightning_snapshot.manifest import Manifest
 from lightning_snapshot.objects import how_to_allow
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load
-from lightning_snapshot.save import save
+from lightning_snapshot.save import begin_save
+from lightning_snapshot.saving import Saving
 from lightning_snapshot.session import Session
 from lightning_snapshot.siblings import Fallback
 from lightning_snapshot.snapshot import new_save_id
 from lightning_snapshot.stats import Stats
-from lightning_snapshot.storage import Storage, local_path, open_storage
-from lightning_snapshot.together import MainRankSharing, Save, save_as_one
+from lightning_snapshot.storage import (
+    Storage,
+    list_names,
+    local_path,
+    offer_file_systems,
+    open_storage,
+    read_remote_file,
+)
+from lightning_snapshot.together import MainRankSharing, Save, begin_as_one
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["SnapshotCheckpointIO"]
 
@@ -33,6 +47,9 @@ _Path: TypeAlias = str | os.PathLike[str]
 
 # After this, a rank that has not come to a save is named in a warning.
 _LATE_SECONDS = 30.0
+# Before callbacks are made, which look into the folder of checkpoints at once.
+offer_file_systems()
+
 # A temporary file of fsspec, which stock Lightning moves to the path of the checkpoint, or into the folder there.
 _STOCK_FILE = re.compile(r"tmp[a-z0-9_]{8}")
 
@@ -43,6 +60,11 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
     A checkpoint becomes a folder under the name that Lightning gives it. Until a save has succeeded, the path holds
     what it held before. Stock ``.ckpt`` files load, too. All methods may be called on any one rank alone, except
     `save_on_all_ranks`: none of them waits for another rank.
+
+    With ``async_save``, a save returns when the state is copied, and the rest goes on behind training. Nobody else can
+    tell: removals wait until the saves before them are published, loads wait as well, and a save that fails does not
+    cost the checkpoints that it was to replace. Under a Trainer, saves outside of training, and those that somebody
+    reads at once, are synchronous.
 
     Args:
         verify: Compare checksums of everything that is loaded.
@@ -57,9 +79,21 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             and raise `UnsupportedValueError` if it differs.
         rank_timeout_seconds: In a save by several ranks: after this without a sign of life of a rank, the others
             raise `RankTimeoutError`. The time-out of training's process group does not matter.
+        async_save: Let saves go on behind training.
+        overlap: With it, make no copy of what optimizers own (parameters and their states): it is read during the
+            next forward and backward pass, and copied as far as it is not read when the optimizer takes its step. For
+            programs in which nobody but the optimizers changes that; implies ``async_save``.
+        overlap_check: With ``overlap``, compare checksums from the call and from the reading, and fail the save if
+            they differ. Slow: for trying out whether a program may use ``overlap``.
+        on_error: What to do if a save behind training has failed: ``"raise"`` the error once, at the next call of the
+            plugin, or at the end of training; or ``"warn"`` and go on.
+        on_busy: What to do if a save comes while another one goes on: ``"wait"`` for that, ``"skip"`` the new one, or
+            give up the old one for it (``"supersede"``).
+        max_pending_bytes: Most memory for copies of states. By default as much as one state takes; with less, a save
+            returns when the rest of its state fits.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # each is a choice of its own, and Lightning's CLI wants them flat
         self,
         verify: bool = True,  # noqa: FBT001, FBT002  # Lightning's CLI passes arguments by name
         trusted: bool = False,  # noqa: FBT001, FBT002  # as above
@@ -68,6 +102,12 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         on_damaged: Literal["error", "previous"] = "error",
         check_replicas: bool = False,  # noqa: FBT001, FBT002  # as above
         rank_timeout_seconds: float = 1800.0,
+        async_save: bool = False,  # noqa: FBT001, FBT002  # as above
+        overlap: bool = False,  # noqa: FBT001, FBT002  # as above
+        overlap_check: bool = False,  # noqa: FBT001, FBT002  # as above
+        on_error: OnError = "raise",
+        on_busy: OnBusy = "wait",
+        max_pending_bytes: int | None = None,
     ) -> None:
         if on_damaged not in ("error", "previous"):
             msg = f"on_damaged must be 'error' or 'previous', found {on_damaged!r}"
@@ -77,6 +117,8 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         self._storage_options = storage_options or {}
         self._fallback = Fallback(previous=on_damaged == "previous", storage_options=self._storage_options)
         self._session = Session()
+        how = Behind(async_save, overlap, overlap_check, on_error, on_busy, max_pending_bytes)
+        self.behind = SavesBehindTraining(how, self._session, self._options.block_bytes, self._is_snapshot)
         self._check_replicas = check_replicas
         self._rank_timeout_seconds = rank_timeout_seconds
         self._expects_single_writer = False
@@ -94,11 +136,15 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
 
         Raises:
             UnsupportedValueError: A value cannot be stored. Nothing is written.
-            StorageError: The storage failed. What was at ``path`` is still there.
+            StorageError: The storage failed. What was at ``path`` is still there. With ``async_save``, that may have
+                been an earlier save; the message says which.
         """
         self._warn_of_single_writer()
         storage = self._open(path, storage_options)
-        save(checkpoint, storage, save_id=new_save_id(), options=self._options, session=self._session)
+        begin = partial(
+            begin_save, checkpoint, storage, save_id=new_save_id(), options=self._options, session=self._session
+        )
+        self.behind.save(os.fspath(path), lambda claim: begin(claim=claim))
 
     def save_on_all_ranks(
         self,
@@ -108,6 +154,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         storage_options: dict[str, Any] | None = None,
         *,
         timeout_seconds: float | None = None,
+        optimizers: Iterable[Optimizer] | None = None,
     ) -> None:
         """Save a checkpoint that all ranks have, each rank a share of it; on all ranks, and they wait for each other.
 
@@ -117,6 +164,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             sharing: What ranks have in common.
             storage_options: Passed to the storage.
             timeout_seconds: Instead of ``rank_timeout_seconds``.
+            optimizers: With ``overlap``: those whose parameters and states need no copy. By default the Trainer's.
 
         Raises:
             UnsupportedValueError: A value cannot be stored, or replicas differ. Nothing is written.
@@ -125,15 +173,21 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         """
         timeout_seconds = timeout_seconds or self._rank_timeout_seconds
         late_seconds = min(_LATE_SECONDS, timeout_seconds / 4)
+        group_of = partial(Group.of, late_seconds=late_seconds, timeout_seconds=timeout_seconds)
         request = Save(
             os.fspath(path),
             lambda place: self._open(place, storage_options),
             new_save_id(),
             self._options,
             self._session,
-            Group.of(late_seconds=late_seconds, timeout_seconds=timeout_seconds),
+            group_of(),
         )
-        save_as_one(checkpoint, request, sharing, check_replicas=self._check_replicas)
+
+        def begin(claim: bool) -> Saving:  # noqa: FBT001  # for `SavesBehindTraining`
+            save = replace(request, claim=claim)
+            return begin_as_one(checkpoint, save, sharing, check_replicas=self._check_replicas)
+
+        self.behind.save(os.fspath(path), begin, group_of, optimizers)
 
     def expect_single_writer(self) -> None:
         """Do not warn any more if one of several ranks saves alone: the others know how to take part."""
@@ -185,9 +239,12 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             map_location: For other tensors.
             weights_only: As in `load_checkpoint`.
         """
+        self.behind.wait()
         trusted = self._options.trusted or weights_only is False
-        if os.path.isfile(local_path(path)):
-            return _load_file(path, map_location, weights_only=False if trusted else weights_only)
+        content = read_remote_file(path, self._storage_options)
+        if content is not None or os.path.isfile(local_path(path)):
+            file = path if content is None else io.BytesIO(content)
+            return _load_file(path, file, map_location, weights_only=False if trusted else weights_only)
         options = replace(self._options, trusted=trusted)
         device = _device(map_location)
         read = partial(
@@ -200,7 +257,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             session=self._session,
         )
         state = self._fallback.load(path, read, targets)
-        _warn_of_stock_files(path)
+        _warn_of_stock_files(path, self._storage_options)
         return state
 
     def remove_checkpoint(self, path: _Path) -> None:
@@ -213,15 +270,42 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             NotASnapshotError: There is something that no checkpoint plugin wrote.
             StorageError: The storage failed.
         """
-        self._open(path).remove()
+        self.behind.after_save(os.fspath(path), self._open(path).remove)
 
     def teardown(self) -> None:
-        """Give back the memory that is kept between saves. The plugin can be used again."""
-        self._session.release()
+        """Wait for the save that goes on, and give back the memory that is kept. The plugin can be used again.
+
+        Raises:
+            SnapshotError: See `wait`.
+        """
+        try:
+            self.behind.wait()
+        finally:
+            self._session.release()
+
+    def wait(self) -> None:
+        """Wait until all saves are published, and what comes after them is done.
+
+        Raises:
+            SnapshotError: One of them has failed since this was last told; other failures are logged. If another
+                exception is being handled, it gets a note instead.
+        """
+        self.behind.wait()
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.teardown()
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """What is passed to the storage of every save and load. It may hold credentials."""
+        return self._storage_options
 
     @property
     def last_save(self) -> Stats | None:
-        """What the last save did and how long it took; ``None`` before the first."""
+        """What the last save that is published did and how long it took; ``None`` before the first."""
         return self._session.last_save
 
     @property
@@ -244,6 +328,9 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
     def _open(self, path: _Path, storage_options: Mapping[str, Any] | None = None) -> Storage:
         return open_storage(path, {**self._storage_options, **(storage_options or {})})
 
+    def _is_snapshot(self, path: str) -> bool:
+        return self._open(path).is_snapshot()
+
     def _take_targets(self, path: _Path) -> Mapping[str, torch.Tensor]:
         targets = self._tensors_to_restore(path) if self._tensors_to_restore else {}
         if targets:
@@ -262,9 +349,8 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
             )
 
 
-def _warn_of_stock_files(path: _Path) -> None:
-    folder = local_path(path)
-    names = [name for name in os.listdir(folder) if _STOCK_FILE.fullmatch(name)]
+def _warn_of_stock_files(path: _Path, storage_options: Mapping[str, Any]) -> None:
+    names = [name for name in list_names(path, storage_options) if _STOCK_FILE.fullmatch(name)]
     if names:
         msg = (
             f"{path}: loaded the snapshot, but its folder also holds {names[0]}, as stock Lightning leaves it if it "
@@ -285,9 +371,11 @@ def _device(map_location: Any) -> torch.device:
     return torch.device(map_location)
 
 
-def _load_file(path: _Path, map_location: Any, *, weights_only: bool | None) -> dict[str, Any]:
+def _load_file(
+    path: _Path, file: _Path | io.BytesIO, map_location: Any, *, weights_only: bool | None
+) -> dict[str, Any]:
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only)
+        checkpoint = torch.load(file, map_location=map_location, weights_only=weights_only)
     # Damaged files make torch and its zip reader raise anything from UnpicklingError to KeyError.
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         # How torch names what it has refused to run.

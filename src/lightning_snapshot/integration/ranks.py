@@ -11,7 +11,7 @@ from lightning_snapshot.manifest import Manifest
 from lightning_snapshot.tensors import is_fillable, memory_key
 from lightning_snapshot.view import keys_of_single_ranks
 
-__all__ = ["StateSharing", "part_to_load", "rank_and_world_size", "replicated_tensors"]
+__all__ = ["StateSharing", "part_to_load", "rank_and_world_size", "replicated_tensors", "tensors_in"]
 
 _logger = logging.getLogger("lightning_snapshot")
 
@@ -80,16 +80,17 @@ def replicated_tensors(module: nn.Module, optimizers: Iterable[torch.optim.Optim
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             if parameter in parameters:
-                yield from _tensors_in(state)
+                yield from tensors_in(state)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors with memory of their own in mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         if is_fillable(value):
             yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)

@@ -24,8 +24,18 @@ def _api() -> Any:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Name → tensor. Those that are spread over ranks are not gathered."""
+    if _is_fsdp1(model) and torch.__version__ < "2.7":
+        return _fsdp1_model_state(model)
     state: dict[str, Any] = _api().get_model_state_dict(model)
     return state
+
+
+def _fsdp1_model_state(model: nn.Module) -> dict[str, Any]:
+    # Before torch 2.7, `get_model_state_dict` fails on ranks that hold nothing of a tensor (pytorch issue 141799).
+    fsdp: Any = import_module("torch.distributed.fsdp")
+    configs = fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig()
+    with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT, *configs):
+        return model.state_dict()
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ strategy                  what is added
 ``FSDPStrategy``          `ShardedStrategyMixin`
 ``ModelParallelStrategy`` `ShardedStrategyMixin`
 ``DeepSpeedStrategy``     nothing: it saves in its own way
-others                    nothing: rank 0 saves, with a warning
+others                    `ResumeMixin`: rank 0 saves, with a warning if there are others
 ========================  ==========================================================================================
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 from lightning_snapshot.errors import RankTimeoutError, TargetMismatchError
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
 from lightning_snapshot.integration.ranks import StateSharing, replicated_tensors
+from lightning_snapshot.integration.resume.strategy import ResumeMixin
 from lightning_snapshot.integration.sharded import ShardedState, model_state, optimizer_state
-from lightning_snapshot.integration.wiring import StrategyMixin, is_stock_checkpoint, join, strategies_named
+from lightning_snapshot.integration.wiring import is_stock_checkpoint, join, strategies_named
 from lightning_snapshot.tensors import tensors_by_path
 
 __all__ = ["ReplicatedStrategyMixin", "ShardedStrategyMixin", "let_all_ranks_save"]
@@ -47,6 +48,7 @@ def let_all_ranks_save(strategy: Any, plugin: SnapshotCheckpointIO) -> None:
     is_sharded = isinstance(strategy, strategies_named("pytorch", "FSDPStrategy", "ModelParallelStrategy"))
     is_replicated = isinstance(strategy, strategies_named("pytorch", "DDPStrategy")) and strategy.world_size > 1
     if not is_sharded and not is_replicated:
+        join(strategy, ResumeMixin)
         return
     join(strategy, ShardedStrategyMixin if is_sharded else ReplicatedStrategyMixin)
     plugin.expect_single_writer()
@@ -57,11 +59,12 @@ def let_all_ranks_save(strategy: Any, plugin: SnapshotCheckpointIO) -> None:
         )
 
 
-class _TogetherMixin(StrategyMixin):
+class _TogetherMixin(ResumeMixin):
     """What both kinds have in common. After an exception, other ranks may be gone, so nothing waits for them."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save on all ranks."""
+        self.complete(checkpoint, filepath)
         if not _is_interrupted(self):
             self._save_together(checkpoint, filepath, storage_options)
         elif not _all_ranks_stop():
@@ -132,6 +135,7 @@ class ShardedStrategyMixin(_TogetherMixin):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the model, in parts."""
+        self.begin_save()
         return {} if _is_alone(self) else model_state(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -145,7 +149,7 @@ class ShardedStrategyMixin(_TogetherMixin):
             checkpoint_path: Snapshot, or what the strategy itself has saved.
             how: ``weights_only``, from Lightning 2.6 on.
         """
-        if is_stock_checkpoint(checkpoint_path):
+        if is_stock_checkpoint(checkpoint_path, self.snapshots.storage_options):
             return super().load_checkpoint(checkpoint_path, **how)
         module = self.lightning_module
         is_fit = module.trainer.state.fn == "fit"

@@ -2,13 +2,14 @@
 
 import os
 from abc import ABC
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_snapshot.errors import UnsupportedFeatureError
 from lightning_snapshot.integration.namespaces import modules
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
-from lightning_snapshot.storage import local_path
+from lightning_snapshot.storage import Found, local_path, look_at
 
 __all__ = ["StrategyMixin", "is_stock_checkpoint", "join", "plugin_of", "strategies_named"]
 
@@ -102,7 +103,9 @@ def _new(cls: Any, mixin: Any) -> Any:
     return joined.__new__(joined)
 
 
-def is_stock_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_stock_checkpoint(path: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> bool:
     """Whether a path leads to what Lightning's own strategies save: a file, or a folder of torch's distributed kind."""
     place = local_path(path)
+    if not place:
+        return look_at(path, storage_options) in (Found.FILE, Found.CHECKPOINT)
     return os.path.isfile(place) or os.path.exists(os.path.join(place, "meta.pt"))

@@ -1,6 +1,6 @@
 """What the engine needs from a place that holds snapshots.
 
-A `Storage` is rooted at one snapshot: a folder on a disk, later a prefix in a bucket. Locations are relative, with
+A `Storage` is rooted at one snapshot: a folder on a disk, or in a bucket. Locations are relative, with
 ``/`` between their parts, and are ``str`` because ``pathlib.Path`` would turn ``s3://`` into ``s3:/``.
 
 Order of calls for a save: ``begin`` → ``create`` / ``write`` / ``finish`` per data file → ``commit``. Until ``commit``
@@ -131,6 +131,11 @@ class Storage(Protocol):
     @property
     def url(self) -> str:
         """The place, as users write it; for messages."""
+        ...
+
+    @property
+    def min_threads(self) -> int:
+        """How many blocks must be read at once, at least, for the storage to be as fast as it can be."""
         ...
 
     def is_snapshot(self) -> bool:

@@ -26,7 +26,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from lightning_snapshot.errors import NotASnapshotError
+from lightning_snapshot.errors import NotASnapshotError, SnapshotError
 from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME
 from lightning_snapshot.storage.locations import SAVE_ID, is_named
 from lightning_snapshot.storage.posix import Posix
@@ -37,6 +37,7 @@ __all__ = [
     "Found",
     "claim_folder",
     "finish_exchanges",
+    "found_by_names",
     "look",
     "make_folders",
     "moved_path",
@@ -92,8 +93,12 @@ def look(posix: Posix, path: Path) -> Found:
         return Found.LINK
     if not stat.S_ISDIR(mode):
         return Found.FILE
-    names = posix.list_folder(path)
-    if names == [DATA_FOLDER]:
+    return found_by_names(posix.list_folder(path))
+
+
+def found_by_names(names: Collection[str]) -> Found:
+    """Say what a folder is that has these names directly in it."""
+    if list(names) == [DATA_FOLDER]:
         return Found.UNFINISHED
     marks = [found for name, found in _MARKS.items() if name in names]
     return marks[0] if marks else Found.FOLDER if names else Found.EMPTY
@@ -119,10 +124,10 @@ def moved_path(root: Path, save_id: str) -> Path:
 
 @contextmanager
 def warn_only(operation: str) -> Iterator[None]:
-    """Log errors of the operating system, for work whose failure must not become the caller's."""
+    """Log errors of the operating system, and ours, for work whose failure must not become the caller's."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SnapshotError) as error:
         _logger.warning("could not %s: %s", operation, error)
 
 

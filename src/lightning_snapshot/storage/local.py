@@ -57,6 +57,8 @@ _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 class LocalStorage:
     """See `lightning_snapshot.storage.base.Storage`."""
 
+    min_threads = 1
+
     def __init__(self, path: Path, url: str, posix: Posix) -> None:
         """Name the snapshot; nothing is touched.
 
@@ -121,7 +123,7 @@ class LocalStorage:
 
         Args:
             save_id: Unique name of the save.
-            claim: If nothing is there, make the folder of the snapshot now, and build the snapshot inside.
+            claim: If nothing is there, make the folder of the snapshot now; it stays empty until the save is published.
 
         Raises:
             NotASnapshotError: There is something that must not be lost.
@@ -138,8 +140,8 @@ class LocalStorage:
                 raise refuse(self._url, found)
             transaction = LocalTransaction(self._posix, self._root, self._url, save_id)
             try:
-                claim = claim and found in (Found.NOTHING, Found.EMPTY)
-                transaction.start(inside=claim or found in (Found.SNAPSHOT, Found.UNFINISHED), claim=claim)
+                inside = found in (Found.SNAPSHOT, Found.UNFINISHED)
+                transaction.start(inside=inside, claim=claim and found is Found.NOTHING)
             except BaseException:
                 transaction.abort()
                 raise

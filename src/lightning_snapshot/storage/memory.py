@@ -42,6 +42,8 @@ class MemoryStorage:
         operations: What has been called through this object, in order: ``("write", ".data/a/0")``.
     """
 
+    min_threads = 1
+
     def __init__(self, url: str) -> None:
         self._url = url
         self._place = _PLACES.setdefault(url, _Place())

@@ -73,16 +73,13 @@ class LocalTransaction:
 
         Args:
             inside: Build inside the snapshot folder rather than beside it.
-            claim: That folder does not exist yet, or is empty: make it, and remove it if the save fails.
+            claim: Make an empty folder at the place, which is removed if the save fails.
 
         Raises:
             OSError: The operating system refused; `abort` removes what there is.
         """
         if inside:
             self._stage = self._root
-            if claim:
-                make_folders(self._posix, self._root)
-                self._is_claim = True
             self._start_inside()
             return
         make_folders(self._posix, self._root.parent)
@@ -90,6 +87,11 @@ class LocalTransaction:
         # Not before: a folder that was there already belongs to another save.
         self._leftovers.append(self._stage)
         self._make_folder(self._data_folder())
+        if claim:
+            # Nothing is lost if somebody else is faster: publishing looks at what is there by then.
+            with suppress(FileExistsError):
+                self._posix.make_folder(self._root)
+                self._is_claim = True
 
     def join(self, invitation: str) -> None:
         """Take part in the save that another rank has begun.
@@ -181,8 +183,7 @@ class LocalTransaction:
                 remove_path(self._posix, path)
         if self._is_claim and not self._published:
             with warn_only(f"remove {self._root}"):
-                for folder in (self._root / DATA_FOLDER, self._root):
-                    remove_if_empty(self._posix, folder)
+                remove_if_empty(self._posix, self._root)
 
     def _unlock(self) -> None:
         while self._locks:

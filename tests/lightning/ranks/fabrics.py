@@ -123,6 +123,19 @@ def tour(rank: int, name: str, layout: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def save_and_load(fabric: Any, path: Path) -> None:
+    """What each rank that Fabric itself starts does."""
+    torch.manual_seed(1)
+    model = fabric.setup_module(nn.Linear(3, 5))
+    expected = model.weight.detach().clone()
+    fabric.save(path, {"model": model, "mine": fabric.global_rank})
+    nn.init.zeros_(model.weight)
+    state = {"model": model, "mine": -1}
+    fabric.load(path, state)
+    assert torch.equal(model.weight, expected)
+    assert state["mine"] == fabric.global_rank
+
+
 def _error_of(action: Callable[[], Any], kind: type[Exception]) -> str:
     try:
         action()

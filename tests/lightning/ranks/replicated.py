@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from types import MethodType
@@ -145,12 +146,20 @@ def _with_zero(name: str) -> type:
     return WithZero
 
 
+def load_elsewhere(rank: int, path: Path) -> dict[str, Any]:
+    """Load on another number of ranks than at the save."""
+    with heard_warnings() as warnings:
+        checkpoint = SnapshotCheckpointIO().load_checkpoint(path)
+    return {"mine": checkpoint["mine"]["rank"], "step": checkpoint["global_step"], "warnings": warnings}
+
+
 def tuner(rank: int, name: str, folder: Path) -> list[str]:
     """Let lr_find save and restore."""
     join_world()
     trainer = make_trainer(name, folder, max_epochs=2)
     finder = pl_of(name).tuner.Tuner(trainer).lr_find(models(name).Tiny(), num_training=3, update_attr=False)
     assert len(finder.results["lr"]) == 3
+    distributed.barrier()  # rank 0 removes what it has saved, and in Lightning 2.4 nobody waits for that
     return os.listdir(folder)
 
 
@@ -229,6 +238,40 @@ def slow_disk(rank: int, name: str, folder: Path) -> int:
     trainer = _fit(name, folder, models(name).Tiny(), max_epochs=1, plugins=[SlowCheckpointIO()])
     trainer.save_checkpoint(folder / "a.ckpt")
     return trainer.strategy.checkpoint_io.load_checkpoint(folder / "a.ckpt")["global_step"]
+
+
+class SignalledCheckpointIO(SnapshotCheckpointIO):
+    """Gets a signal while it writes the checkpoint of step 2."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._pending = [number]
+
+    def _open(self, path, storage_options=None):
+        def send(*_: Any) -> None:
+            while self._pending:
+                signal.pthread_kill(threading.main_thread().ident, self._pending.pop())
+
+        posix = FaultyPosix(before={"write": send} if "step=2" in str(path) else {})
+        return LocalStorage(Path(local_path(path)), str(path), posix)
+
+
+def signalled(rank: int, name: str, folder: Path, number: int) -> None:
+    """Let a signal reach both ranks during a save."""
+    join_world()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+    callbacks = [
+        pl_of(name).callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        pl_of(name).callbacks.OnExceptionCheckpoint(folder, "saved"),
+    ]
+    model = {"lightning": LightningRaising, "pytorch_lightning": PytorchLightningRaising}[name](-1)
+    try:
+        _fit(name, folder, model, max_epochs=2, callbacks=callbacks, plugins=[SignalledCheckpointIO(number)])
+        error = "nothing"
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, the test has to see it
+        error = repr(caught)
+    (folder / f"{rank}.txt").write_text(error)
+    os._exit(1)
 
 
 class _Raising:

@@ -5,13 +5,13 @@ import pytest
 from lightning_snapshot import Snapshot
 from lightning_snapshot.manifest import ShardedTensorEntry
 from tests.lightning.ranks import fabrics
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import needs_fully_shard, run_ranks
 
 pytestmark = pytest.mark.distributed
 NAMESPACES = ["lightning", "pytorch_lightning"]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1", pytest.param("fsdp2", marks=needs_fully_shard)])
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_save_load_filter_strict_and_raw(name, layout, tmp_path):
     for rank, found in enumerate(run_ranks(fabrics.tour, 2, name, layout, tmp_path)):
@@ -29,6 +29,7 @@ def test_save_load_filter_strict_and_raw(name, layout, tmp_path):
         }
 
 
+@needs_fully_shard
 def test_a_training_is_carried_from_strategy_to_strategy(tmp_path):
     assert run_ranks(fabrics.across, 2, "lightning", tmp_path) == [[None, None, None]] * 2
     entries = Snapshot(tmp_path / "1.ckpt").get_manifest()

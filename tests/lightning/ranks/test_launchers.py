@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from lightning_snapshot import Snapshot, SnapshotCheckpointIO
+from lightning_snapshot import Snapshot, SnapshotCheckpointIO, attach
 from tests.lightning.models import difference
+from tests.lightning.ranks import fabrics
 
 pytestmark = pytest.mark.distributed
 
@@ -33,6 +34,23 @@ def test_fork_and_spawn_give_the_weights_back(make_trainer, cls, namespace, stra
     assert snapshot.metadata.world_size == 2
     assert snapshot.read_object("0/global_step") == 2
     assert difference(dict(snapshot.get_state_dict_for_key("state_dict")), dict(model.state_dict())) is None
+
+
+@pytest.mark.parametrize(
+    ("namespace", "strategy"),
+    [("lightning", "ddp_fork"), ("pytorch_lightning", "ddp_fork"), ("pytorch_lightning", "ddp_spawn")],
+    indirect=["namespace"],
+)
+def test_ranks_that_fabric_starts_save_together(namespace, strategy, tmp_path):
+    fabric = namespace.fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    plugin = attach(fabric)
+    plugin.save_checkpoint({"warm": torch.ones(10)}, tmp_path / "before.ckpt")
+
+    fabric.launch(fabrics.save_and_load, tmp_path / "a.ckpt")
+
+    manifest = Snapshot(tmp_path / "a.ckpt").get_manifest()
+    assert [path for path in manifest if path.startswith("1/")] == ["1/mine"]
+    assert {manifest[f"0/model/{name}"].replicated for name in ("weight", "bias")} == {True}
 
 
 @pytest.mark.parametrize("namespace", ["pytorch_lightning"], indirect=True)  # starts take long

@@ -1,5 +1,6 @@
 """A Trainer with DDP: all ranks save, and each gets back what was its own."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,15 @@ def test_one_process_gets_the_part_of_rank_0_and_is_told_what_it_misses(trained)
     assert len(texts) == 1
     assert "saved by 2 ranks and is loaded by 1" in texts[0]
     assert texts[0].endswith(": mine")
+
+
+def test_more_ranks_get_the_part_of_rank_0_too_and_one_says_so(trained):
+    ranks = run_ranks(replicated.load_elsewhere, 3, _best(trained))
+
+    assert [(rank["mine"], rank["step"]) for rank in ranks] == [(0, 3)] * 3
+    (text,) = ranks[0]["warnings"]
+    assert "saved by 2 ranks and is loaded by 3" in text
+    assert ranks[1]["warnings"] == ranks[2]["warnings"] == []
 
 
 def _best(trained) -> Path:
@@ -171,3 +181,26 @@ def test_sigterm_saves_with_all_ranks(tmp_path):
 
     assert [(tmp_path / f"{rank}.txt").read_text().partition("(")[0] for rank in (0, 1)] == ["SIGTERMException"] * 2
     assert Snapshot(tmp_path / "saved.ckpt").read_object("1/mine") == 1
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_sigterm_during_a_save_lets_it_end_first(name, tmp_path):
+    run_ranks(replicated.signalled, 2, name, tmp_path, signal.SIGTERM, may_die=[0, 1])
+
+    assert [(tmp_path / f"{rank}.txt").read_text().partition("(")[0] for rank in (0, 1)] == ["SIGTERMException"] * 2
+    for path in (tmp_path / "step=2.ckpt", tmp_path / "saved.ckpt"):
+        assert (Snapshot(path).read_object("0/global_step"), Snapshot(path).read_object("1/mine")) == (2, 1)
+    assert Snapshot(tmp_path / "step=2.ckpt").verify().ok
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_ctrl_c_during_a_save_leaves_nothing_of_it(name, tmp_path):
+    run_ranks(replicated.signalled, 2, name, tmp_path, signal.SIGINT, may_die=[0, 1])
+
+    errors = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+    # Of two ranks that are interrupted at the same time, one may hear of the other first.
+    assert "SystemExit(1)" in errors
+    assert all(error == "SystemExit(1)" or "raised KeyboardInterrupt" in error for error in errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.txt", "1.txt", "saved.ckpt", "step=1.ckpt"]
+    assert Snapshot(tmp_path / "step=1.ckpt").read_object("1/mine") == 1
+    assert Snapshot(tmp_path / "saved.ckpt").read_object("0/global_step") == 2  # by rank 0 alone: it waits for nobody

@@ -1,0 +1,235 @@
+"""What the ranks of the smaller tests do."""
+
+import contextlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_snapshot import ResumeState, SnapshotCallback, SnapshotCheckpointIO, attach
+from lightning_snapshot.integration.resume.state import KEY
+from tests.lightning.models import difference
+from tests.lightning.ranks.worlds import heard_warnings, join_world, make_trainer, pl_of
+from tests.resume import cases
+from tests.resume.cases import Case, Numbers, Run, StoppedError, fit
+
+# --- saving changes nothing ------------------------------------------------------------------------------------------
+
+
+def saving_often(rank: int, folder: Path) -> str | None:
+    """Compare a run that saves after each batch with one that never does, with hooks that draw numbers."""
+    join_world()
+    pl = pl_of("lightning")
+
+    class Drawing(pl.Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002 - the global generators
+
+    class Often(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.save_checkpoint(folder / "often.ckpt")
+
+    found = []
+    for callbacks in ([], [Drawing(), Often()]):
+        case = Case("stateful", "random")
+        pl.seed_everything(1, verbose=False)
+        run = Run(cases.module_of(case), None)
+        trainer = run.trainer = make_trainer("lightning", folder, callbacks=callbacks, max_epochs=2, strategy="auto")
+        trainer.fit(run.module)
+        if callbacks:
+            # Stock Lightning begins a pass over the loader to get its state.
+            trainer.save_checkpoint(folder / "after.ckpt")
+        found.append((run.module.seen, cases._end(run)))
+    return difference(*found)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def open_window(rank: int, folder: Path, save_gradients: bool) -> tuple[str | None, list[str]]:
+    """Save after two of four batches of a step."""
+    join_world()
+    how = {"trainer": (("accumulate_grad_batches", 4),), "callback": (("save_gradients", save_gradients),)}
+    case = Case(moment="second batch", ranks=2 if torch.distributed.get_world_size() > 1 else 1, **how)
+    with heard_warnings() as texts:
+        found = cases.compare(rank, case, folder)
+    return found, [text for text in texts if "gradients" in text]
+
+
+# --- another number of ranks -----------------------------------------------------------------------------------------
+
+
+class _Counting:
+    """Says which samples it has seen."""
+
+    def __init__(self, loader) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+        self.loader = loader
+        self.seen: list[int] = []
+        self.validations = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch["id"].flatten().tolist()
+        if self.trainer.current_epoch == 1 and batch_idx == self.stops_after:
+            raise StoppedError
+        return self.net(batch["x"]).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.current_epoch == 1 and batch_idx == self.stops_after - 1:
+            self.trainer.save_checkpoint(self.path)
+            self.seen_at_save = len(self.seen)
+
+    def validation_step(self, batch, batch_idx):
+        self.validations += batch_idx == 0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return self.loader
+
+    def val_dataloader(self):
+        return DataLoader(Numbers(), batch_size=24)
+
+
+def samples(rank: int, folder: Path, kind: str, path: str, ckpt_path: str | None, stops_after: int) -> dict[str, Any]:
+    """Train until after some batches of the second epoch, or from there to its end."""
+    _, world_size = join_world()
+    data = Numbers(False)
+    loader = {
+        "distributed": lambda: DataLoader(data, batch_size=2, sampler=DistributedSampler(data, world_size, rank)),
+        "random": lambda: DataLoader(data, batch_size=2, shuffle=True),
+        "stateful": lambda: StatefulDataLoader(data, batch_size=2),
+    }[kind]()
+    pl = pl_of("lightning")
+    pl.seed_everything(3, verbose=False)
+    module = type("Counting", (_Counting, pl.LightningModule), {})(loader)
+    module.path, module.stops_after, module.seen_at_save = folder / path, stops_after, None
+    trainer = make_trainer("lightning", folder, max_epochs=2, strategy="ddp" if world_size > 1 else "auto")
+    with heard_warnings() as texts, contextlib.suppress(StoppedError):
+        trainer.fit(module, ckpt_path=ckpt_path and folder / ckpt_path)
+    kept = module.seen if module.seen_at_save is None else module.seen[: module.seen_at_save]
+    return {"seen": kept, "warnings": texts, "validations": module.validations, "epoch": trainer.current_epoch}
+
+
+# --- messages, and ways out ------------------------------------------------------------------------------------------
+
+
+class _Plain(IterableDataset):
+    def __iter__(self):
+        return ({"id": number, "x": torch.ones(3)} for number in range(24))
+
+
+class _Forgetful(Sampler):
+    """Takes its order from something that no checkpoint knows."""
+
+    calls = 0
+
+    def __iter__(self):
+        type(self).calls += 1
+        return iter([(number * 5 + type(self).calls) % 24 for number in range(24)])
+
+    def __len__(self):
+        return 24
+
+
+def fit_twice(rank: int, folder: Path, kind: str) -> dict[str, Any]:
+    """Stop a run in the middle of an epoch and resume it, with loaders that are special."""
+    join_world()
+    loader = {
+        "iterable": lambda: DataLoader(_Plain(), batch_size=2),
+        "forgetful": lambda: DataLoader(Numbers(), batch_size=2, sampler=_Forgetful()),
+        "list": lambda: [{"id": torch.tensor([number]), "x": torch.ones(1, 3)} for number in range(24)],
+        "opt-out": lambda: DataLoader(Numbers(), batch_size=2),
+    }[kind]
+    callback = SnapshotCallback(loader_state=kind != "opt-out")
+    pl = pl_of("lightning")
+    found: dict[str, Any] = {}
+    for name, ckpt_path in (("first", None), ("second", folder / "a.ckpt")):
+        module = type("Counting", (_Counting, pl.LightningModule), {})(loader())
+        module.path, module.stops_after = folder / "a.ckpt", 4 if ckpt_path is None else 1000
+        trainer = make_trainer("lightning", folder, max_epochs=2, strategy="auto", callbacks=[callback])
+        with heard_warnings() as texts, contextlib.suppress(StoppedError):
+            trainer.fit(module, ckpt_path=ckpt_path)
+        found[name] = {"seen": module.seen, "warnings": texts}
+    return found
+
+
+def without_state(rank: int, folder: Path) -> dict[str, Any]:
+    """Resume from a checkpoint of a program that did not know of exact resume; and what a tuner stores."""
+    join_world()
+    run = fit(Case(), folder, seed=1, saves_to=folder / "a.ckpt")
+    plugin = SnapshotCheckpointIO()
+    checkpoint = plugin.load_checkpoint(folder / "a.ckpt", weights_only=True)
+    plain = json.dumps(checkpoint.pop(KEY), default=lambda value: f"{type(value).__module__}.{type(value).__name__}")
+    plugin.save_checkpoint(checkpoint, folder / "old.ckpt")
+    with heard_warnings() as texts:
+        resumed = fit(Case(), folder, seed=1, ckpt_path=folder / "old.ckpt")
+    trainer = run.trainer
+    trial = {}
+    for name in (".lr_find_1.ckpt", ".scale_batch_size_1.ckpt", "other.ckpt"):
+        trainer.save_checkpoint(folder / name)
+        trial[name] = KEY in plugin.load_checkpoint(folder / name)
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    trial["weights"] = KEY in plugin.load_checkpoint(folder / "weights.ckpt")
+    return {"plain": plain, "warnings": texts, "epoch": resumed.trainer.current_epoch, "trial": trial}
+
+
+# --- a loop of one's own ---------------------------------------------------------------------------------------------
+
+
+def fabric_loop(rank: int, folder: Path, kind: str, stops_at: tuple[int, int]) -> str | None:
+    """Compare loops of Fabric: one that goes through, and one that is stopped and begun again by new objects."""
+    _, world_size = join_world()
+    whole = _loop(folder, kind, world_size, seed=1)
+    stopped = _loop(folder, kind, world_size, seed=1, saves_at=stops_at)
+    resumed = _loop(folder, kind, world_size, seed=2, loads=True)
+    return difference(stopped[0] + resumed[0], whole[0]) or difference(resumed[1], whole[1])
+
+
+def _loop(folder: Path, kind: str, world_size: int, *, seed: int, saves_at=None, loads: bool = False) -> Any:
+    lightning.fabric.seed_everything(seed, verbose=False)
+    fabric = lightning.fabric.Fabric(
+        accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto"
+    )
+    attach(fabric)
+    fabric.launch()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    data = Numbers()
+    plain = {
+        "plain": lambda: DataLoader(data, batch_size=2, shuffle=True),
+        "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False)),
+        "stateful": lambda: StatefulDataLoader(data, batch_size=2, shuffle=world_size == 1),
+    }[kind]()
+    loader = fabric.setup_dataloaders(plain)
+    resume = ResumeState(loader)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0, "resume": resume}
+    if loads:
+        fabric.load(folder / "a.ckpt", state)
+    seen = []
+    for epoch in range(state["epoch"], 3):
+        state["epoch"] = epoch
+        for batch in loader:
+            seen.append(batch["id"].tolist())
+            loss = model(batch["x"] + torch.rand(3)).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if saves_at == (epoch, len(seen)):
+                fabric.save(folder / "a.ckpt", state)
+                return seen, None
+        if saves_at == (epoch, -1):
+            fabric.save(folder / "a.ckpt", {**state, "epoch": epoch + 1})
+            return seen, None
+    return seen, {name: value.clone() for name, value in model.state_dict().items()} | {"rng": torch.rand(2)}

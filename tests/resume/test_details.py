@@ -1,0 +1,124 @@
+"""What is told, left out and left alone, when a run is resumed."""
+
+import pytest
+
+from tests.ranks.processes import run_ranks
+from tests.resume import details
+
+pytestmark = pytest.mark.distributed
+
+
+def test_saving_advances_no_random_numbers(tmp_path):
+    assert run_ranks(details.saving_often, 1, tmp_path) == [None]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_an_open_window_are_kept_if_asked_for(tmp_path, ranks):
+    assert run_ranks(details.open_window, ranks, tmp_path, True) == [(None, [])] * ranks
+
+
+def test_without_the_gradients_of_an_open_window_both_runs_say_so(tmp_path):
+    ((found, texts),) = run_ranks(details.open_window, 1, tmp_path, False)
+    assert found is not None
+    assert len(texts) == 1
+    assert "without the gradients that are being accumulated" in texts[0]
+    assert "save_gradients=True" in texts[0]
+
+
+@pytest.mark.parametrize(("before", "batches", "after"), [(2, 3, 1), (1, 4, 2), (2, 2, 3), (3, 1, 2)])
+def test_another_number_of_ranks_reads_what_is_left_of_the_epoch(tmp_path, before, batches, after):
+    first = run_ranks(details.samples, before, tmp_path, "distributed", "a.ckpt", None, batches)
+    second = run_ranks(details.samples, after, tmp_path, "distributed", "b.ckpt", "a.ckpt", 1000)
+
+    epoch = [sample for rank in first for sample in rank["seen"][24 // before :]]
+    rest = [sample for rank in second for sample in rank["seen"]]
+    assert sorted(set(epoch + rest)) == list(range(24))
+    # As DistributedSampler does, to give all ranks as many.
+    assert len(epoch + rest) - 24 == -(24 - len(epoch)) % after
+    assert {rank["validations"] for rank in second} == {1}, "the epoch has to end as any other"
+    (text,) = [text for text in second[0]["warnings"] if "is loaded by" in text and "random" in text]
+    assert f"saved by {before} ranks and is loaded by {after}" in text
+    assert "dealt out anew" in text
+
+
+def test_a_random_order_of_one_process_is_dealt_out_too(tmp_path):
+    (first,) = run_ranks(details.samples, 1, tmp_path, "random", "a.ckpt", None, 5)
+    second = run_ranks(details.samples, 2, tmp_path, "random", "b.ckpt", "a.ckpt", 1000)
+    rest = [sample for rank in second for sample in rank["seen"]]
+    assert len(rest) == 14
+    assert sorted(first["seen"][24:] + rest) == list(range(24))
+
+
+def test_what_is_left_can_be_dealt_out_again(tmp_path):
+    seen = []
+    for ranks, name, before, stop in ((2, "a", None, 2), (1, "b", "a", 6), (2, "c", "b", 1000)):
+        found = run_ranks(
+            details.samples, ranks, tmp_path, "distributed", f"{name}.ckpt", before and f"{before}.ckpt", stop
+        )
+        skip = 0 if before else 12
+        seen += [sample for rank in found for sample in rank["seen"][skip:]]
+    assert sorted(seen) == list(range(24))
+
+
+def test_a_loader_whose_order_is_not_known_begins_the_epoch_again(tmp_path):
+    run_ranks(details.samples, 2, tmp_path, "stateful", "a.ckpt", None, 3)
+    (second,) = run_ranks(details.samples, 1, tmp_path, "stateful", "b.ckpt", "a.ckpt", 1000)
+    assert sorted(second["seen"]) == list(range(24))
+    assert any("the epoch begins again with its first batch" in text for text in second["warnings"])
+
+
+def test_an_iterable_that_has_no_position_is_named_with_what_helps(tmp_path):
+    (found,) = run_ranks(details.fit_twice, 1, tmp_path, "iterable")
+    (text,) = [text for text in found["first"]["warnings"] if "cannot be brought back" in text]
+    assert "DataLoader over _Plain" in text
+    assert "StatefulDataLoader" in text
+    assert found["second"]["seen"][:2] == [0, 1]
+
+
+def test_a_sampler_with_an_order_of_its_own_is_noticed(tmp_path):
+    (found,) = run_ranks(details.fit_twice, 1, tmp_path, "forgetful")
+    assert any("does not give the order again" in text for text in found["second"]["warnings"])
+
+
+def test_other_iterables_are_read_up_to_where_they_were(tmp_path):
+    (found,) = run_ranks(details.fit_twice, 1, tmp_path, "list")
+    assert found["second"]["seen"] == list(range(4, 24))
+    assert any("list is read up to batch 4" in text for text in found["second"]["warnings"])
+
+
+def test_loader_state_can_be_switched_off(tmp_path):
+    (found,) = run_ranks(details.fit_twice, 1, tmp_path, "opt-out")
+    assert found["second"]["seen"][:2] == [0, 1]
+
+
+def test_checkpoints_without_it_load_and_it_is_plain_data(tmp_path):
+    (found,) = run_ranks(details.without_state, 1, tmp_path)
+    assert any("holds no random numbers" in text for text in found["warnings"])
+    assert found["epoch"] == 3
+    assert found["plain"].count("torch.Tensor") > 10
+    assert {part for part in found["plain"].split('"') if "." in part and " " not in part and "torch" in part} == {
+        "torch.Tensor"
+    }
+    assert found["trial"] == {
+        ".lr_find_1.ckpt": False,
+        ".scale_batch_size_1.ckpt": False,
+        "other.ckpt": True,
+        "weights": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "stops_at"),
+    [
+        ("plain", 1, (1, 15)),
+        ("plain", 1, (1, -1)),
+        ("plain", 2, (1, 8)),
+        ("plain", 2, (0, -1)),
+        ("batches", 1, (0, 8)),
+        ("stateful", 1, (1, 15)),
+        ("stateful", 1, (1, -1)),
+        ("stateful", 2, (1, 8)),
+    ],
+)
+def test_a_loop_of_ones_own(tmp_path, kind, ranks, stops_at):
+    assert run_ranks(details.fabric_loop, ranks, tmp_path, kind, stops_at) == [None] * ranks

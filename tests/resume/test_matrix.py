@@ -1,0 +1,91 @@
+"""A run that was saved, stopped and resumed is the run that was left alone, bit for bit.
+
+``make test`` tries a sample; ``make resume-matrix`` (``--complete-resume``) tries all of it.
+"""
+
+from itertools import product
+
+import pytest
+
+from tests.ranks.processes import run_ranks
+from tests.resume.cases import Case, compare_all
+
+pytestmark = pytest.mark.distributed
+
+MOMENTS = ("mid-epoch", "epoch end", "mid-validation", "last batch", "validation end", "first batch")
+SAMPLERS = {
+    "plain": ("sequential", "random", "generator", "weighted", "batches", "unbatched", "distributed"),
+    "stateful": ("sequential", "random", "generator", "weighted", "batches", "stream", "distributed"),
+    "nodes": ("distributed",),
+}
+STEPS = (("max_epochs", -1), ("max_steps", 30))
+WINDOWS = (("accumulate_grad_batches", 3), ("val_check_interval", 3))
+
+
+def _cases():
+    for loader, samplers in SAMPLERS.items():
+        for sampler, workers, ranks, moment in product(samplers, (0, 2), (1, 2), MOMENTS):
+            for is_async in (False, True):
+                if ranks == 1 or not (loader == "stateful" and sampler in ("random", "generator", "batches")):
+                    yield Case(loader, sampler, workers, ranks, moment, is_async)
+    for mode, workers, moment in product(("min_size", "max_size", "max_size_cycle"), (0, 2), MOMENTS):
+        yield Case("several", mode, workers, 1, moment)
+    for moment, how in product(MOMENTS, (STEPS, WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
+        yield Case(moment=moment, trainer=how)
+    for moment in MOMENTS[:3]:
+        yield Case(sampler="persistent", workers=2, moment=moment)
+        yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
+        yield Case(ranks=2, moment=moment, namespace="pytorch_lightning")
+
+
+# What was hard to get right, without the slow starts of workers as far as possible.
+SAMPLE = [
+    *(Case(moment=moment) for moment in MOMENTS),
+    *(Case(sampler=sampler, is_async=True) for sampler in ("generator", "weighted", "batches", "unbatched")),
+    *(Case("stateful", sampler) for sampler in ("random", "weighted", "batches", "stream")),
+    *(Case("stateful", sampler, moment="epoch end") for sampler in ("random", "generator", "stream")),
+    Case("stateful", "stream", moment="last batch"),
+    *(Case("nodes", "distributed", moment=moment) for moment in ("mid-epoch", "epoch end")),
+    *(Case("several", mode) for mode in ("min_size", "max_size", "max_size_cycle")),
+    *(Case(moment=moment, trainer=STEPS) for moment in ("epoch end", "last batch")),
+    *(Case(moment=moment, trainer=WINDOWS) for moment in ("mid-epoch", "mid-validation")),
+    Case(moment="epoch end", trainer=(("reload_dataloaders_every_n_epochs", 1),)),
+    Case(namespace="pytorch_lightning"),
+    Case(workers=2),
+    Case(sampler="persistent", workers=2, moment="epoch end"),
+    Case("stateful", "stream", workers=2),
+    *(Case(ranks=2, moment=moment, is_async=True) for moment in MOMENTS[:3]),
+    Case("stateful", "stream", ranks=2),
+    Case("stateful", "sequential", ranks=2, moment="early mid-epoch", namespace="pytorch_lightning"),
+    Case("nodes", "distributed", ranks=2),
+]
+# Cases that share processes.
+GROUP = 10
+
+
+def _groups(cases):
+    for ranks in (1, 2):
+        same = [case for case in cases if case.ranks == ranks]
+        yield from (same[start : start + GROUP] for start in range(0, len(same), GROUP))
+
+
+def _check(cases, folder):
+    found = run_ranks(compare_all, cases[0].ranks, cases, folder, timeout_seconds=600)
+    wrong = [
+        f"{case}: rank {rank}: {text}"
+        for rank, texts in enumerate(found)
+        for case, text in zip(cases, texts, strict=True)
+        if text is not None
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("cases", _groups(SAMPLE), ids=lambda cases: f"{cases[0]}…")
+def test_a_resumed_run_is_the_run_that_was_left_alone(cases, tmp_path):
+    _check(cases, tmp_path)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cases", _groups(list(_cases())), ids=lambda cases: f"{cases[0]}…")
+def test_the_complete_matrix(cases, tmp_path):
+    _check(cases, tmp_path)
