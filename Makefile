@@ -58,6 +58,8 @@ bench:
 	$(MAKE) bench-plan_scale
 	$(MAKE) bench-async_stall
 
+bench-object_store: .servers/.stamp
+
 bench-%: benchmarks/%.py $(VENV_BENCH)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV_BENCH)/bin/python $< --json build/bench/$*.json $(BENCH_ARGS)
 
@@ -96,7 +98,7 @@ $(VENV)/.stamp $(VENV_OLDEST)/.stamp: pyproject.toml requirements/tools.txt
 $(VENV_BENCH)/.stamp: pyproject.toml requirements/bench.txt requirements/test.txt requirements/tools.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint requirements/test.txt hatchling
-	$(@D)/bin/python -m pip install --quiet --no-build-isolation --editable '.[lightning]' --requirement requirements/bench.txt
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation --editable '.[cloud,lightning]' --requirement requirements/bench.txt
 	touch $@
 
 # Apart, so that what they need does not decide what the tests run with. Where there is no npm, it comes from PyPI.

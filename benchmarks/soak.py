@@ -27,6 +27,7 @@ from lightning_snapshot import SnapshotCheckpointIO, latest
 _MIB = 2**20
 _STATE_BYTES = 40 * _MIB
 _SAVES_PER_STEP = 2
+_MODES = {"sync": {}, "async": {"async_save": True}, "overlap": {"overlap": True}}
 _WARM_UP = 0.2
 # What is measured → how much it may grow from the end of the warm-up to the end, along the fitted line.
 _LIMITS = {"rss_bytes": 8 * _MIB, "open_files": 0.5, "threads": 0.5, "disk_bytes": _MIB, "disk_entries": 0.5}
@@ -56,6 +57,7 @@ class _Samples(pl.Callback):
         self.rows: list[dict[str, float]] = []
 
     def on_train_batch_start(self, trainer, *_):
+        trainer.strategy.checkpoint_io.wait()
         paths = list(self.folder.rglob("*"))
         self.rows.append(
             {
@@ -78,7 +80,7 @@ def _rss_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _train(folder: Path, steps: int) -> tuple[list[dict[str, float]], float]:
+def _train(folder: Path, steps: int, mode: str) -> tuple[list[dict[str, float]], float]:
     checkpoint = pl.callbacks.ModelCheckpoint(
         folder, filename="{step}", monitor="at", mode="max", save_top_k=3, save_last=True, every_n_train_steps=1
     )
@@ -91,7 +93,7 @@ def _train(folder: Path, steps: int) -> tuple[list[dict[str, float]], float]:
         enable_progress_bar=False,
         logger=False,
         max_steps=steps,
-        plugins=[SnapshotCheckpointIO()],
+        plugins=[SnapshotCheckpointIO(**_MODES[mode])],
     )
     seconds = common.seconds(lambda: trainer.fit(_Model(), DataLoader(torch.arange(2 * steps), batch_size=2)))
     newest = latest(folder)
@@ -136,6 +138,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--saves", type=int, default=500, help="default: 500")
+    parser.add_argument("--mode", choices=_MODES, default="sync", help="how to save (default: sync)")
     parser.add_argument("--quick", action="store_true", help="60 saves")
     parser.add_argument("--dir", type=Path, default=common.ROOT / "build" / "bench", help="folder on the disk to use")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
@@ -146,10 +149,10 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
     with common.scratch(arguments.dir) as folder:
-        rows, seconds = _train(folder, saves // _SAVES_PER_STEP)
+        rows, seconds = _train(folder, saves // _SAVES_PER_STEP, arguments.mode)
     found = _judge(rows)
     print(_table(found))
-    print(f"\n{saves} saves of {_STATE_BYTES // _MIB} MiB in {seconds:.0f} s, the first {_WARM_UP:.0%} as warm-up")
+    print(f"\n{saves} saves ({arguments.mode}) of {_STATE_BYTES // _MIB} MiB in {seconds:.0f} s, the first {_WARM_UP:.0%} as warm-up")
     if arguments.json:
         content = {"date": f"{time.strftime('%Y-%m-%d')}", "saves": saves, "seconds": seconds}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_snapshot import ResumeState, SnapshotCallback, SnapshotCheckpointIO, attach
-from lightning_snapshot.integration.resume.state import KEY
+from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
 from tests.lightning.models import difference
 from tests.lightning.ranks.worlds import heard_warnings, join_world, make_trainer, pl_of
 from tests.resume import cases

@@ -163,9 +163,7 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
             behind.is_allowed = False
             path = behind.settle(_PATIENCE_SECONDS)
             if path is not None:
-                _logger.error(
-                    "%s is not saved yet. It still can be, until this process ends, which waits for it", path
-                )
+                _logger.error("%s is not saved yet. It still can be, until this process ends, which waits for it", path)
             behind.tell_failures(exception)
             for path, _ in behind.take_published():
                 _logger.info("%s is saved", path)

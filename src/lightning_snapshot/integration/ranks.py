@@ -11,8 +11,10 @@ from lightning_snapshot.manifest import Manifest
 from lightning_snapshot.tensors import is_fillable, memory_key
 from lightning_snapshot.view import keys_of_single_ranks
 
-__all__ = ["StateSharing", "part_to_load", "rank_and_world_size", "replicated_tensors", "tensors_in"]
+__all__ = ["RESUME_KEY", "StateSharing", "part_to_load", "rank_and_world_size", "replicated_tensors", "tensors_in"]
 
+# Top-level key of what exact resume stores.
+RESUME_KEY = "exact_resume"
 _logger = logging.getLogger("lightning_snapshot")
 
 
@@ -31,7 +33,8 @@ def part_to_load(manifest: Manifest) -> int:
     rank, world_size = rank_and_world_size()
     if manifest.world_size == world_size:
         return rank
-    keys = keys_of_single_ranks(manifest)
+    # Whoever resumes says what becomes of that.
+    keys = [key for key in keys_of_single_ranks(manifest) if key != RESUME_KEY]
     if keys and rank == 0:
         _logger.warning(
             "the snapshot was saved by %d ranks and is loaded by %d, so all of them get rank 0's part of what each "

@@ -10,7 +10,8 @@ from torch import distributed
 from lightning_snapshot import Snapshot, SnapshotCheckpointIO, StateDict, attach
 from lightning_snapshot.errors import SnapshotError
 from tests.lightning.gates import PATIENCE_SECONDS, Gate, GatedCheckpointIO
-from tests.lightning.models import models
+from tests.lightning.models import difference, models
+from tests.lightning.ranks.layouts import module, trainer_for, whole_state
 from tests.lightning.ranks.worlds import fabric_of, join_world, make_trainer, pl_of
 
 
@@ -37,6 +38,37 @@ def training(rank: int, name: str, folder: Path, arguments: dict[str, Any]) -> d
         "expected": model.net[0].weight.detach().clone(),
         "stall": plugin.last_save.stall_seconds < plugin.last_save.seconds,
     }
+
+
+def sharded(rank: int, name: str, folder: Path, arguments: dict[str, Any]) -> str | None:
+    """Train on while the save of what is spread over the ranks stands still; says in what it differs from the state."""
+    join_world()
+    gate = Gate(is_open=False)
+    expected: dict[str, Any] = {}
+    behind = []
+
+    class Saves(pl_of(name).Callback):
+        def on_train_batch_start(self, trainer, *_):
+            behind.append(trainer.strategy.checkpoint_io.behind.pending is not None)
+            if trainer.global_step == 3:
+                gate.open()
+
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 1:
+                expected.update(whole_state(trainer)["tensors"])
+                trainer.save_checkpoint(folder / "s.ckpt")
+
+    trainer = trainer_for(
+        name, folder, "fsdp2", max_epochs=1, callbacks=[Saves()], plugins=[GatedCheckpointIO(gate, **arguments)]
+    )
+    trainer.fit(module(name, "fsdp2"))
+    assert behind == [False, True, True, True], behind
+    distributed.barrier()
+    loaded = SnapshotCheckpointIO().load_checkpoint(folder / "s.ckpt")
+    found = {("model", key): value for key, value in loaded["state_dict"].items()}
+    for key, state in loaded["optimizer_states"][0]["state"].items():
+        found |= {("optimizer 0", key, each): value for each, value in state.items()}
+    return difference(dict(sorted(found.items())), expected)
 
 
 def _fabric(name: str, plugin: SnapshotCheckpointIO) -> Any:

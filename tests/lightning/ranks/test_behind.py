@@ -21,6 +21,12 @@ def test_training_keeps_what_it_should_and_goes_on_from_there(tmp_path, name, ar
         assert rank["stall"]
 
 
+@pytest.mark.parametrize("arguments", [{"async_save": True}, {"overlap": True}])
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_what_is_spread_over_ranks_is_that_of_the_call(tmp_path, name, arguments):
+    assert run_ranks(behind.sharded, 2, name, tmp_path, arguments) == [None, None]
+
+
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_a_failure_of_one_rank_is_that_of_all_and_the_next_save_succeeds(tmp_path, name):
     for rank, (error, loaded) in enumerate(run_ranks(behind.one_rank_fails, 2, name, tmp_path)):

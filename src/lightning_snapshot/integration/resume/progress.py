@@ -22,16 +22,19 @@ class Progress:
     """What the counters in a checkpoint say about the moment when it was saved.
 
     Args:
-        loops: State of ``fit_loop``, which is changed: a batch that was trained on counts as done.
+        loops: State of ``fit_loop``.
     """
 
     def __init__(self, loops: dict[str, Any]) -> None:
         epoch, batch = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         self.is_epoch_end: bool = epoch["current"]["processed"] == epoch["current"]["ready"] > 0
-        self.is_before_first_batch: bool = batch["current"]["processed"] == 0
         self.is_last_batch: bool = batch["is_last_batch"]
         self._is_batch_end = batch["current"]["processed"] == batch["current"]["completed"] + 1
+
+    def count_batch(self, loops: dict[str, Any]) -> None:
+        """Let a batch that was trained on, but whose end was not reached, count as done."""
         if self._is_batch_end and not self.is_epoch_end:
+            batch = loops["epoch_loop.batch_progress"]
             for counters in batch["total"], batch["current"]:
                 counters["completed"] = counters["processed"]
 
@@ -57,6 +60,8 @@ class Progress:
             validates: Whether a validation was being run.
         """
         loop = fit_loop.epoch_loop
+        if not hasattr(loop.val_loop, "_restart_stage"):
+            return  # Lightning 2.4 cannot be told to run a validation then
         if validates and hasattr(fit_loop.trainer, "_last_val_time"):
             fit_loop.trainer._last_val_time = float("-inf")  # noqa: SLF001  # as above
         if validates or (self._is_batch_end and loop._should_check_val_fx(fit_loop._data_fetcher)):  # noqa: SLF001  # as above

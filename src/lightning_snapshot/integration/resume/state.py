@@ -1,6 +1,5 @@
 """Exact resume for a Trainer: what `SnapshotCallback` and the strategies' mixins call."""
 
-import copy
 import logging
 import os
 import warnings
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
 from lightning_snapshot.integration.resume import metrics, rng
 from lightning_snapshot.integration.resume.loaders import TrainingLoaders
 from lightning_snapshot.integration.resume.passes import follow, pass_of
@@ -17,7 +17,6 @@ from lightning_snapshot.integration.resume.rng import Rng, generators_of
 
 __all__ = ["KEY", "Resume"]
 
-KEY = "exact_resume"
 _VERSION = 1
 # What Lightning's tuner saves and loads only to undo a trial.
 _TRIALS = (".lr_find_", ".scale_batch_size_")
@@ -50,7 +49,8 @@ class Resume:
         if self._loaders is not None and self._is_fit:
             # Of validation loaders, it is only asked with which random numbers they begin.
             follow(loader, with_workers=self._trainer.training)
-            self._loaders.before = rng.capture()
+            if self._trainer.training:
+                self._loaders.before = rng.capture()
 
     def begin_epoch(self) -> None:
         """Called when the loaders of an epoch are there."""
@@ -95,7 +95,7 @@ class Resume:
         if os.path.basename(path).startswith(_TRIALS):
             return
         loop = self._trainer.fit_loop
-        progress = Progress(copy.deepcopy(checkpoint["loops"]["fit_loop"]))
+        progress = Progress(checkpoint["loops"]["fit_loop"])
         validation = self._at_validation or {}
         moment = self._moment(now) if "rng" not in validation else validation
         checkpoint[KEY] = {
@@ -181,6 +181,7 @@ class Resume:
             return
         loops = checkpoint["loops"]["fit_loop"]
         self._progress = Progress(loops)
+        self._progress.count_batch(loops)
         states = loops["state_dict"].pop("combined_loader", []) if state["loaders"] is not None else []
         if state["loaders"] is not None:
             state["loaders"]["states"] = states
