@@ -81,7 +81,7 @@ class Lightning(Peer):
 
     def __init__(self) -> None:
         self._plugin = AsyncCheckpointIO(TorchCheckpointIO())
-        self._plugin.setup()
+        self._plugin._ensure_setup()
 
     def begin(self, state: State, path: Path) -> Callable[[], object]:
         self._plugin.save_checkpoint({"state_dict": state}, str(path))

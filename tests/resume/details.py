@@ -128,6 +128,14 @@ class _Plain(IterableDataset):
         return ({"id": number, "x": torch.ones(3)} for number in range(24))
 
 
+class _Ones:
+    def __iter__(self):
+        return ({"id": torch.tensor([number]), "x": torch.ones(1, 3)} for number in range(24))
+
+    def __len__(self):
+        return 24
+
+
 class _Forgetful(Sampler):
     """Takes its order from something that no checkpoint knows."""
 
@@ -147,7 +155,7 @@ def fit_twice(rank: int, folder: Path, kind: str) -> dict[str, Any]:
     loader = {
         "iterable": lambda: DataLoader(_Plain(), batch_size=2),
         "forgetful": lambda: DataLoader(Numbers(), batch_size=2, sampler=_Forgetful()),
-        "list": lambda: [{"id": torch.tensor([number]), "x": torch.ones(1, 3)} for number in range(24)],
+        "other": _Ones,
         "opt-out": lambda: DataLoader(Numbers(), batch_size=2),
     }[kind]
     callback = SnapshotCallback(loader_state=kind != "opt-out")
@@ -210,6 +218,7 @@ def _loop(folder: Path, kind: str, world_size: int, *, seed: int, saves_at=None,
     plain = {
         "plain": lambda: DataLoader(data, batch_size=2, shuffle=True),
         "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False)),
+        "persistent": lambda: DataLoader(data, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
         "stateful": lambda: StatefulDataLoader(data, batch_size=2, shuffle=world_size == 1),
     }[kind]()
     loader = fabric.setup_dataloaders(plain)

@@ -81,9 +81,9 @@ def test_a_sampler_with_an_order_of_its_own_is_noticed(tmp_path):
 
 
 def test_other_iterables_are_read_up_to_where_they_were(tmp_path):
-    (found,) = run_ranks(details.fit_twice, 1, tmp_path, "list")
+    (found,) = run_ranks(details.fit_twice, 1, tmp_path, "other")
     assert found["second"]["seen"] == list(range(4, 24))
-    assert any("list is read up to batch 4" in text for text in found["second"]["warnings"])
+    assert any("_Ones is read up to batch 4" in text for text in found["second"]["warnings"])
 
 
 def test_loader_state_can_be_switched_off(tmp_path):
@@ -115,6 +115,7 @@ def test_checkpoints_without_it_load_and_it_is_plain_data(tmp_path):
         ("plain", 2, (1, 8)),
         ("plain", 2, (0, -1)),
         ("batches", 1, (0, 8)),
+        ("persistent", 1, (1, -1)),
         ("stateful", 1, (1, 15)),
         ("stateful", 1, (1, -1)),
         ("stateful", 2, (1, 8)),

@@ -113,14 +113,15 @@ class Place:
         if keys:
             self.bucket.delete(keys)
 
-    def dead_files(self, metadata: bytes) -> list[str]:
+    def dead_files(self, metadata: bytes, present: Iterable[str] | None = None) -> list[str]:
         """Files in ``.data`` that belong neither to the snapshot nor to a save of this process.
 
         Args:
             metadata: That of the snapshot; empty if there is none.
+            present: Files in ``.data``, if they are known.
         """
         files: dict[str, list[str]] = {}
-        for location in self.files(DATA_FOLDER):
+        for location in self.files(DATA_FOLDER) if present is None else present:
             files.setdefault(save_of(location), []).append(location)
         dead: list[str] = []
         for save_id, locations in files.items():

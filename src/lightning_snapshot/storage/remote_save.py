@@ -5,11 +5,12 @@ it. Then what the new metadata does not name is removed.
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from lightning_snapshot.errors import StorageError
 from lightning_snapshot.storage.base import DATA_FOLDER, METADATA_NAME
+from lightning_snapshot.storage.buckets import Item
 from lightning_snapshot.storage.folders import warn_only
 from lightning_snapshot.storage.locations import normalise_own_location
 from lightning_snapshot.storage.remote_place import SAVING_SUFFIX, Place
@@ -105,11 +106,12 @@ class RemoteTransaction:
             raise StorageError(errno.EPERM, f"{self._url}: only the rank that has begun a save can publish it")
         if not all(writer.finished for writer in self._writers.values()):
             raise StorageError(errno.EBUSY, f"{self._url}: expected all data files to be finished, found open ones")
-        self._check_files()
+        present = self._place.files(DATA_FOLDER)
+        self._check_files(present)
         self._publish(metadata)
         self._place.let_die(self._save_id)
         with warn_only(f"remove what is unused in {self._url}"):
-            self._place.delete([*self._place.dead_files(metadata), *self._replaced])
+            self._place.delete([*self._place.dead_files(metadata, present), *self._replaced])
 
     def abort(self) -> None:
         """Remove what the save has written, unless it is published. Failures are logged."""
@@ -122,9 +124,8 @@ class RemoteTransaction:
                 self._place.delete([*self._place.files(f"{DATA_FOLDER}/{self._save_id}"), self._marker])
         self._place.let_die(self._save_id)
 
-    def _check_files(self) -> None:
+    def _check_files(self, found: Mapping[str, Item]) -> None:
         """See that nobody has taken this save for a dead one and removed its data."""
-        found = self._place.files(f"{DATA_FOLDER}/{self._save_id}")
         for location, size_bytes in self._sizes.items():
             if location not in found or found[location].size_bytes != size_bytes:
                 self._check_file(location, size_bytes)  # a listing may be late, but not a look at the file itself

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_snapshot.integration.ranks import rank_and_world_size
 from lightning_snapshot.integration.resume import rng
-from lightning_snapshot.integration.resume.passes import follow, go_on, pass_of
+from lightning_snapshot.integration.resume.passes import follow, go_on, keep_workers, pass_of
 from lightning_snapshot.integration.resume.rng import generators_of
 from lightning_snapshot.integration.resume.shares import distributed_sampler
 from lightning_snapshot.stateful import Stateful
@@ -57,7 +57,8 @@ class ResumeState:
         now = pass_of(loader)
         sampler = distributed_sampler(loader)
         return {
-            "pass": None if now is None or now.is_over else now.state(),
+            "pass": None if now is None else now.state(),
+            "is_over": now is None or now.is_over,
             "passes": getattr(wrapper, "_num_iter_calls", 0),
             "seed": None if sampler is None else sampler.seed,
             "state": copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else None,
@@ -78,7 +79,7 @@ class ResumeState:
             )
             return
         for loader, wrapper, its_state in zip(self._loaders, self._wrappers, state["loaders"], strict=True):
-            counted = its_state["pass"]
+            counted = None if its_state["is_over"] else its_state["pass"]
             if loader is not wrapper:
                 # Fabric tells the sampler as epoch how many passes there were.
                 wrapper._num_iter_calls = its_state["passes"] - (counted is not None)  # noqa: SLF001  # no public way
@@ -88,6 +89,8 @@ class ResumeState:
             if isinstance(loader, Stateful) and (counted is not None or not isinstance(loader, DataLoader)):
                 loader.load_state_dict(its_state["state"])
                 counted = counted and {**counted, "batches": 0, "digest": 0}  # it counts them itself
+            if its_state["is_over"] and its_state["pass"] is not None:
+                keep_workers(loader, its_state["pass"])
             if counted is not None:
                 go_on(loader, counted, after=state["rng"])
             rng.restore({**state["rng"], "generators": its_state["generators"]}, generators_of(loader))

@@ -69,7 +69,9 @@ class Pass:
     @property
     def is_over(self) -> bool:
         """Whether nobody reads from it any more."""
-        return self.iterator() is None
+        # Persistent workers, and loaders with a state, keep an iterator that has come to its end.
+        iterator = self.iterator()
+        return iterator is None or getattr(iterator, "_finished", False)
 
     @property
     def batches(self) -> int:

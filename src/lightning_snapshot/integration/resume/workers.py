@@ -103,5 +103,13 @@ class Workers(_MultiProcessingDataLoaderIter):
                 next(self._worker_queue_idx_cycle)
         super()._try_put_index()
 
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002  # as torch calls it
+        self._finished = False
+        super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]  # torch has no types here
+
     def _next_data(self) -> Any:
-        return _unpacked(super()._next_data(), self._loader())  # type: ignore[no-untyped-call]  # torch has no types there
+        try:
+            return _unpacked(super()._next_data(), self._loader())  # type: ignore[no-untyped-call]  # as above
+        except StopIteration:
+            self._finished = True
+            raise
