@@ -57,6 +57,7 @@ bench:
 	$(MAKE) bench-ranks
 	$(MAKE) bench-plan_scale
 	$(MAKE) bench-async_stall
+	$(MAKE) bench-object_store
 
 bench-object_store: .servers/.stamp
 

@@ -31,8 +31,8 @@ _ONE = "blocks.3.mlp.up"
 # In a process of its own, so that it takes no time from those who are measured.
 _PROXY = """
 import json, sys
-from tests.cloud.proxy import Proxy
-proxy = Proxy(int(sys.argv[1]), latency_seconds=float(sys.argv[2]))
+from tests.cloud.proxy import Proxy, ReadCache
+proxy = Proxy(int(sys.argv[1]), latency_seconds=float(sys.argv[2]), handler=ReadCache)
 print(proxy.endpoint, flush=True)
 for _ in sys.stdin:
     print(json.dumps([proxy.requests.total(), proxy.most_at_once]), flush=True)
@@ -68,7 +68,7 @@ class DistributedCheckpoint(Peer):
 
 
 class Emulator:
-    """moto behind the proxy. Everybody takes the address and the credentials from the environment."""
+    """moto behind the proxy, which keeps what is read. Everybody finds them through the environment."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         server = S3(folder)

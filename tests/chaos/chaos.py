@@ -33,6 +33,7 @@ from tests.ranks import processes
 RANKS = 2
 BATCHES = 8  # per epoch
 PATIENCE_SECONDS = 120.0
+_IN_SAVE = "between first write and commit of a save"
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------
@@ -94,11 +95,13 @@ def train(rank: int, port: int, folder: str, epochs: int, seed: int) -> None:
     store = distributed.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     join_world()
-    pl.seed_everything(seed, verbose=False)
+    kept = os.path.join(folder, "checkpoints")
+    # Who begins anew has to begin alike; who resumes has to be independent of it.
+    resumes = os.path.exists(os.path.join(kept, "last.ckpt"))
+    pl.seed_everything(seed if resumes else 1, verbose=False)
     model = Model(os.open(os.path.join(folder, f"{rank}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT))
     plugin = SayingIO()
     plugin.model = model
-    kept = os.path.join(folder, "checkpoints")
     checkpoint = pl.callbacks.ModelCheckpoint(
         kept, every_n_train_steps=2, monitor="step", mode="max", save_top_k=2, save_last=True
     )
@@ -133,6 +136,8 @@ class Watched:
     def __init__(self, folder: Path, epochs: int, seed: int) -> None:
         server = distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._server = server
+        self._folder = folder
+        self._before_save: set[str] = set()
         self._log = folder / "0.log"
         self._log.touch()
         self._file = self._log.open()
@@ -149,6 +154,8 @@ class Watched:
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
         new = [json.loads(line) for line in lines]
         self.said += new
+        if ["save"] in new:
+            self._before_save = written(self._folder)
         return new
 
     def wait_for(self, kind: str, count: int) -> bool:
@@ -170,6 +177,15 @@ class Watched:
             self.join()
         return alive
 
+    def wait_for_write(self) -> None:
+        """Wait until the save that was begun last has written something, or is over."""
+        while not self.has_written() and self.said[-1] == ["save"] and self._is_alive():
+            self.listen()
+
+    def has_written(self) -> bool:
+        """Whether there is something of a save that was not there before."""
+        return bool(written(self._folder) - self._before_save)
+
     def kill(self) -> None:
         for process in self._ranks:
             process.kill()
@@ -188,25 +204,26 @@ class Watched:
         """What was going on when it was killed."""
         kinds = Counter(each[0] for each in self.said)
         batches = [each for each in self.said if each[0] == "batch"]
-        if kinds["save"] > kinds["saved"]:
-            return "in a save"
+        if kinds["save"] > kinds["saved"] and self.has_written():
+            return _IN_SAVE
         if batches and self.said[-1][0] != "epoch" and batches[-1][2] < BATCHES - 1:
             return "mid-epoch"
         return "elsewhere"
 
 
-def unpublished(folder: Path) -> int:
-    """How many saves have left something that was not published."""
+def written(folder: Path) -> set[str]:
+    """Names of what saves write, published or not."""
     kept = folder / "checkpoints"
-    return sum(1 for _ in kept.glob(".snapshot-*")) + sum(len(os.listdir(data)) - 1 for data in kept.glob("*/.data"))
+    return {path.name for pattern in (".snapshot-*", "*/.data/*") for path in kept.glob(pattern)}
 
 
 def kill_once(run: Watched, chance: random.Random, aim: str, save_seconds: float) -> bool:
     """Kill at a random moment; False if the run has ended before."""
     if aim == "save":
-        if not run.wait_for("save", chance.randint(2, 4)):
+        if not run.wait_for("save", chance.randint(2, 5)):
             return False
-        time.sleep(chance.uniform(0.0, save_seconds))
+        run.wait_for_write()
+        time.sleep(chance.uniform(0.0, save_seconds / 2))
     elif aim == "batch":
         if not run.wait_for("batch", chance.randint(2, 7)):
             return False
@@ -221,10 +238,10 @@ def kill_once(run: Watched, chance: random.Random, aim: str, save_seconds: float
 
 
 def main(kills: int, seed: int, folder: Path) -> int:
-    """Run all of it; returns how many kills were in a save."""
+    """Run all of it; returns how many kills were between the first write and the commit of a save."""
     processes._context.set_forkserver_preload([*processes._PRELOADED, "tests.chaos.chaos"])
     chance = random.Random(seed)
-    epochs = max(3, kills // 2)
+    epochs = max(3, kills * 2 // 5)
     for name in ("alone", "killed"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name / "checkpoints").mkdir(parents=True)
@@ -238,23 +255,22 @@ def main(kills: int, seed: int, folder: Path) -> int:
     print(f"left alone: {epochs} epochs, {epochs * BATCHES} steps, {time.monotonic() - started:.0f} s", flush=True)
 
     counts: Counter[str] = Counter()
-    aims = ["save", "batch", "any"] if kills < 10 else ["save"] * 4 + ["batch"] * 4 + ["any"] * 2
+    aims = ["save", "batch", "any"] if kills < 10 else ["save"] * 5 + ["batch"] * 4 + ["any"]
     for number in range(kills):
         run = Watched(folder / "killed", epochs, seed=number + 2)
         if not kill_once(run, chance, aims[number % len(aims)], save_seconds):
             print(f"the run has ended after {number} kills")
             break
         place = run.place()
-        left = unpublished(folder / "killed") if place == "in a save" else 0
-        counts[place if place != "in a save" or left else "elsewhere"] += 1
+        counts[place] += 1
         batches = [each for each in run.said if each[0] == "batch"]
         at = f"epoch {batches[-1][1]} batch {batches[-1][2]}" if batches else "before the first batch"
-        print(f"kill {number + 1:2}: {place}, {at}, {left} saves unpublished", flush=True)
+        print(f"kill {number + 1:2}: {place}, {at}", flush=True)
     Watched(folder / "killed", epochs, seed=0).join()
     compare(folder)
     print(f"{sum(counts.values())} kills ({', '.join(f'{count} {place}' for place, count in sorted(counts.items()))})")
     print(f"equal, bit for bit, after {time.monotonic() - started:.0f} s")
-    return counts["in a save"]
+    return counts[_IN_SAVE]
 
 
 def compare(folder: Path) -> None:

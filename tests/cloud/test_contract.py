@@ -7,6 +7,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from lightning_snapshot.errors import MissingDataError
 from lightning_snapshot.storage import METADATA_NAME, open_storage
 from lightning_snapshot.storage.censor import Censor
 from lightning_snapshot.storage.cloud import CloudBucket
@@ -40,6 +41,21 @@ class TestMemory(_Buckets):
 
     def again(self, storage):
         return RemoteStorage(storage.place.bucket, "run/x.ckpt", storage.url)
+
+    def test_saves_of_this_process_are_not_taken_for_dead_ones(self, storage):
+        first = storage.begin("a")
+        write(first, {".data/a/0": b"x"})
+        save(self.again(storage), "b", {"0": b"y"})
+        first.commit(metadata_for([".data/a/0"]))
+        assert read(storage, ".data/a/0") == b"x"
+
+    def test_metadata_that_is_read_again_brings_new_files_with_it(self, storage):
+        save(storage, "a", {"0": b"x"})
+        assert read(storage, ".data/a/0") == b"x"
+        save(self.again(storage), "b", {"0": b"y"})
+        storage.read_metadata()
+        with pytest.raises(MissingDataError):
+            storage.open(".data/a/0")
 
     def test_a_bucket_itself_can_be_the_place(self):
         storage = RemoteStorage(CloudBucket(MemoryStore(), "memory://b", Censor({})), "", "memory://b")

@@ -159,12 +159,15 @@ def test_leftovers_are_cleared_when_they_are_old(cloud, caplog):
     io.save_checkpoint({"x": torch.arange(3)}, f"{cloud.folder}/removed.ckpt")
     removed.place.bucket.copy(removed.place.key(METADATA_NAME), removed.place.key(METADATA_NAME + ".removed"))
     removed.place.delete([METADATA_NAME])
+    copied = open_storage(f"{cloud.folder}/copied.ckpt", cloud.options)
+    copied.place.bucket.put(copied.place.key(".data/a/0"), b"x")
     clear_leftovers(cloud.folder, cloud.options)
-    # Somebody may still be at work on the other one.
-    assert list_names(cloud.folder, cloud.options) == ["dead.ckpt", "good.ckpt"]
+    # Somebody may still be at work on the others.
+    assert list_names(cloud.folder, cloud.options) == ["copied.ckpt", "dead.ckpt", "good.ckpt"]
     dead.place.let_die("dead")
-    dead.place.delete_if_dead(timedelta(hours=-1))
-    assert list_names(cloud.folder, cloud.options) == ["good.ckpt"]
+    for place in (dead.place, copied.place):
+        place.delete_if_dead(timedelta(hours=-1))
+    assert list_names(cloud.folder, cloud.options) == ["copied.ckpt", "good.ckpt"]
     assert not caplog.records
 
 
@@ -185,10 +188,10 @@ def test_the_command_line(cloud, in_environment, capsys):
 
 
 @pytest.mark.distributed
-def test_two_ranks_write_one_snapshot(cloud):
-    found = run_ranks(ranks.take_and_restore, 2, f"{cloud.folder}/a", cloud.options)
+def test_two_ranks_write_one_snapshot(s3):
+    found = run_ranks(ranks.take_and_restore, 2, f"{s3.folder}/a", s3.options)
     assert found == [True, True]
-    assert len(open_storage(f"{cloud.folder}/a", cloud.options).place.files()) >= 3
+    assert len(open_storage(f"{s3.folder}/a", s3.options).place.files()) >= 3
 
 
 @pytest.mark.distributed

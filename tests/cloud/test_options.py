@@ -3,6 +3,8 @@
 import json
 import logging
 import pickle
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -174,3 +176,28 @@ def test_nobody_reads_a_secret(cloud, caplog, recwarn):
     texts.append(str(caught.value))
     assert not [text for text in texts for secret in secrets if secret in text]
     assert SECRET not in repr(pickle.dumps(Censor(cloud.options)))
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+_FORK = """
+import os, sys
+from lightning_snapshot.errors import UnsupportedFeatureError
+from lightning_snapshot.storage import open_storage
+options = {"endpoint_url": sys.argv[1], "key": "k", "secret": "s"}
+storage = open_storage("s3://models/fork", options)
+storage.is_snapshot()
+child = os.fork()
+if child == 0:
+    try:
+        open_storage("s3://models/fork", options).is_snapshot()
+    except UnsupportedFeatureError as error:
+        os._exit(0 if "forked" in str(error) else 1)
+    os._exit(2)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_process_is_told_instead_of_hanging(s3):
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, s3.server.endpoint]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "0\n"

@@ -122,11 +122,11 @@ class TestOpenStorage:
         assert tree(tmp_path / "far/x.ckpt") == saved("a", OLD)
 
     def test_unknown_protocols_are_refused(self):
-        with pytest.raises(UnsupportedFeatureError, match="nowhere://bucket/x: .*not known"):
+        with pytest.raises(UnsupportedFeatureError, match=r"nowhere://bucket/x: .*not known"):
             open_storage("nowhere://bucket/x")
 
     def test_a_url_that_went_through_pathlib_is_refused(self):
-        with pytest.raises(NotASnapshotError, match="'s3://bucket/x'.*found 's3:/bucket/x'.*pathlib"):
+        with pytest.raises(NotASnapshotError, match=r"'s3://bucket/x'.*found 's3:/bucket/x'.*pathlib"):
             open_storage(Path("s3://bucket/x"))
 
     @pytest.mark.parametrize("url", ["registry:model", "registry:org/team/model:version:v2", "Registry:x"])

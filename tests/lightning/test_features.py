@@ -20,7 +20,8 @@ def plugin(request):
 
 @pytest.mark.parametrize("kind", ["learning rate", "batch size"])
 @pytest.mark.parametrize("as_callback", [False, True], ids=["tuner", "callback"])
-def test_finders_leave_nothing_behind(namespace, cls, make_trainer, tmp_path, kind, as_callback):
+@pytest.mark.parametrize("plugin_arguments", [{}, {"async_save": True}], ids=["sync", "async"])
+def test_finders_leave_nothing_behind(namespace, cls, make_trainer, tmp_path, kind, as_callback, plugin_arguments):
     at_start = []
 
     class Observes(namespace.pl.Callback):

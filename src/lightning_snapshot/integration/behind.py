@@ -101,7 +101,13 @@ class SavesBehindTraining:
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: without what belongs to the Trainer of this one."""
-        return {**self.__dict__, "optimizers": None, "rankings": None, "_fenced": WeakSet(), "is_allowed": True}
+        state = {**self.__dict__, "is_allowed": True, "optimizers": None, "rankings": None}
+        del state["_fenced"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fenced = WeakSet()
 
     @property
     def pending(self) -> str | None:

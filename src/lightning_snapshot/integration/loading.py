@@ -18,6 +18,8 @@ from lightning_snapshot.storage import Found, local_path, look_at, open_storage
 __all__ = ["SnapshotCLIMixin", "disable", "enable", "load_from_checkpoint"]
 
 _T = TypeVar("_T")
+# Where stock checkpoint files may be, but no snapshot.
+_WEB = ("http:", "https:")
 _lock = threading.RLock()
 _replaced: list[tuple[Any, str, Any]] = []
 
@@ -124,9 +126,15 @@ def _snapshot_aware_loader(original: Callable[..., Any], plugin: SnapshotCheckpo
 
 
 def _may_be_snapshot(url: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> bool:
-    if os.fspath(url).startswith(("http:", "https:")):
+    if os.fspath(url).startswith(_WEB):
         return False
     return bool(local_path(url)) or look_at(url, storage_options) not in (Found.FILE, Found.NOTHING)
+
+
+def _is_snapshot(path: str | os.PathLike[str]) -> bool:
+    place = local_path(path)
+    may_be = os.path.isdir(place) if place else not os.fspath(path).startswith(_WEB)
+    return may_be and open_storage(path).is_snapshot()
 
 
 def _snapshot_aware_parser(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -145,7 +153,7 @@ def _take_hyperparameters(cli: Any) -> bool:
     """
     subcommand = cli.config.get("subcommand")
     path = cli.config[subcommand].get("ckpt_path") if subcommand else None
-    if not path or os.path.isfile(local_path(path)) or not open_storage(path).is_snapshot():
+    if not path or not _is_snapshot(path):
         return False
     snapshot = Snapshot(path)
     if "0/hyper_parameters" not in snapshot.get_manifest():

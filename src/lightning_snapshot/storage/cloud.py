@@ -49,7 +49,7 @@ class CloudBucket:
     """
 
     def __init__(
-        self, store: Any, name: str, censor: Censor, *, part_bytes: int = 8 * _MIB, concurrency: int = 8
+        self, store: Any, name: str, censor: Censor, *, part_bytes: int = 6 * _MIB, concurrency: int = 8
     ) -> None:
         self._obstore = _import_obstore(name)
         self._store = store

@@ -114,7 +114,7 @@ class Settings:
     client_options: dict[str, Any] = field(default_factory=lambda: {"connect_timeout": "10s", "timeout": "120s"})
     retry_config: dict[str, Any] = field(default_factory=dict)
     credential_provider: Callable[[], Any] | None = None
-    part_bytes: int = 8 * _MIB
+    part_bytes: int = 6 * _MIB
     max_concurrency: int = 8
 
 

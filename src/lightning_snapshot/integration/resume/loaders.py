@@ -48,9 +48,9 @@ class TrainingLoaders:
         if fetcher is not None and not hasattr(fetcher, "_before"):
             cls: Any = type(fetcher)
             fetcher.__class__ = _noting(cls)
-            fetcher._note = self._now  # noqa: SLF001  # ours
-            fetcher._before_read = None  # noqa: SLF001  # ours
-            fetcher._before = self.before  # noqa: SLF001  # ours
+            fetcher._note = self._now  # noqa: SLF001  # our own
+            fetcher._before_read = None  # noqa: SLF001  # our own
+            fetcher._before = self.before  # noqa: SLF001  # our own
 
     def state(self, *, back: int) -> dict[str, Any]:
         """Where the loaders are, without batches that Lightning has read ahead.
@@ -60,7 +60,7 @@ class TrainingLoaders:
         """
         fetcher = self._fit_loop._data_fetcher  # noqa: SLF001  # as above
         if getattr(fetcher, "batches", None) and getattr(fetcher, "_before_read", None) is not None:
-            found: dict[str, Any] = fetcher._before_read  # noqa: SLF001  # ours
+            found: dict[str, Any] = fetcher._before_read  # noqa: SLF001  # our own
             return found
         return self._now(back)
 
@@ -155,7 +155,7 @@ class TrainingLoaders:
         if state["before"] is not None:
             rng.restore(state["before"])
         iter(fetcher)
-        fetcher._before = state["before"]  # noqa: SLF001  # ours
+        fetcher._before = state["before"]  # noqa: SLF001  # our own
         for loader, _, generators in self._with(state):
             _set_generators(loader, generators)
         fetcher.prefetch_batches = ahead

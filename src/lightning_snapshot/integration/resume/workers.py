@@ -58,7 +58,7 @@ class _Start:
 def sending(loader: Any) -> Iterator[None]:
     """Let the workers that are started meanwhile send and take their random numbers."""
     collate, start = loader.collate_fn, loader.worker_init_fn
-    loader.collate_fn, loader.worker_init_fn = _Send(collate), _Start(start, loader._pass.workers)  # noqa: SLF001  # ours
+    loader.collate_fn, loader.worker_init_fn = _Send(collate), _Start(start, loader._pass.workers)  # noqa: SLF001  # our own
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ def _unpacked(sent: Any, loader: Any) -> Any:
     if not isinstance(sent, _Sent):
         return sent
     if loader is not None and sent.rng is not None:
-        loader._pass.workers[sent.worker] = sent.rng  # noqa: SLF001  # ours
+        loader._pass.workers[sent.worker] = sent.rng  # noqa: SLF001  # our own
     return sent.batch
 
 
@@ -77,7 +77,7 @@ def receiving(iterator: Any, loader: Any) -> Any:
     """Let an iterator take out again what its workers add to batches."""
     cls: Any = type(iterator)
     iterator.__class__ = _receiving(cls)
-    iterator._loader = weakref.ref(loader)  # noqa: SLF001  # ours
+    iterator._loader = weakref.ref(loader)  # noqa: SLF001  # our own
     return iterator
 
 
@@ -99,17 +99,17 @@ class Workers(_MultiProcessingDataLoaderIter):
 
     def _try_put_index(self) -> None:
         if self._send_idx == 0:
-            for _ in range(self._loader()._pass.passed_over % self._num_workers):  # noqa: SLF001  # ours
+            for _ in range(self._loader()._pass.passed_over % self._num_workers):  # noqa: SLF001  # our own
                 next(self._worker_queue_idx_cycle)
         super()._try_put_index()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002  # as torch calls it
         self._finished = False
-        super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]  # torch has no types here
+        super()._reset(loader, first_iter)
 
     def _next_data(self) -> Any:
         try:
-            return _unpacked(super()._next_data(), self._loader())  # type: ignore[no-untyped-call]  # as above
+            return _unpacked(super()._next_data(), self._loader())  # type: ignore[no-untyped-call]  # torch has no types here
         except StopIteration:
             self._finished = True
             raise
