@@ -321,7 +321,10 @@ def _report(
         [[name, span(each, 1), f"{slowdown[name]:.1f} %"] for name, each in loops.items()],
     )
     rows = [
-        *({"name": each, **{f"{what}_seconds": samples[each, what] for what in ("stall", "complete")}} for each in names),
+        *(
+            {"name": each, "stall_seconds": samples[each, "stall"], "complete_seconds": samples[each, "complete"]}
+            for each in names
+        ),
         {"name": "warm copy", "seconds": copies},
         *({"name": name, "loop_seconds": each} for name, each in loops.items()),
     ]

@@ -152,7 +152,8 @@ def main() -> None:
         rows, seconds = _train(folder, saves // _SAVES_PER_STEP, arguments.mode)
     found = _judge(rows)
     print(_table(found))
-    print(f"\n{saves} saves ({arguments.mode}) of {_STATE_BYTES // _MIB} MiB in {seconds:.0f} s, the first {_WARM_UP:.0%} as warm-up")
+    which = f"{saves} saves ({arguments.mode})"
+    print(f"\n{which} of {_STATE_BYTES // _MIB} MiB in {seconds:.0f} s, the first {_WARM_UP:.0%} as warm-up")
     if arguments.json:
         content = {"date": f"{time.strftime('%Y-%m-%d')}", "saves": saves, "seconds": seconds}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

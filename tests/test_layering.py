@@ -44,7 +44,16 @@ TABLE = (
     Row(1, {"read_plan": MSGSPEC, "rebuild": NONE, "view": MSGSPEC, "write_plan": MSGSPEC}),
     Row(2, {"stateful": TORCH}),
     Row(2, {"arrays": NONE, "memory": TORCH, "stats": NONE, "vetting": NONE}),
-    Row(2, {"devices": TORCH, "group": TORCH, "objects": TORCH, "storage": frozenset({"fsspec", "obstore"}), "tensors": TORCH}),
+    Row(
+        2,
+        {
+            "devices": TORCH,
+            "group": TORCH,
+            "objects": TORCH,
+            "storage": frozenset({"fsspec", "obstore"}),
+            "tensors": TORCH,
+        },
+    ),
     Row(3, {"commit": NONE, "describe": TORCH | MSGSPEC, "execute": frozenset({"msgspec", "xxhash"}), "survey": TORCH}),
     Row(3, {"writing": frozenset({"xxhash"})}),
     Row(4, {"options": NONE}),

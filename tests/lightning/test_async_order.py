@@ -27,9 +27,7 @@ class Step:
 
 
 OFTEN = st.sampled_from([True, True, False])
-STEPS = st.lists(
-    st.builds(Step, st.sampled_from([0, 0, 0, 1]), OFTEN, *[st.booleans()] * 4), min_size=3, max_size=8
-)
+STEPS = st.lists(st.builds(Step, st.sampled_from([0, 0, 0, 1]), OFTEN, *[st.booleans()] * 4), min_size=3, max_size=8)
 
 
 def run_one_after_the_other(steps: list[Step]) -> dict[str, int]:

@@ -19,6 +19,7 @@ SAMPLERS = {
     "nodes": ("distributed",),
 }
 STEPS = (("max_epochs", -1), ("max_steps", 30))
+KEPT = (("save_gradients", True),)
 WINDOWS = (("accumulate_grad_batches", 3), ("val_check_interval", 3))
 
 
@@ -31,7 +32,7 @@ def _cases():
     for mode, workers, moment in product(("min_size", "max_size", "max_size_cycle"), (0, 2), MOMENTS):
         yield Case("several", mode, workers, 1, moment)
     for moment, how in product(MOMENTS, (STEPS, WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
-        yield Case(moment=moment, trainer=how)
+        yield Case(moment=moment, trainer=how, callback=KEPT)
     for moment in MOMENTS[:3]:
         yield Case(sampler="persistent", workers=2, moment=moment)
         yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
@@ -49,7 +50,10 @@ SAMPLE = [
     *(Case("nodes", "distributed", moment=moment) for moment in ("mid-epoch", "epoch end")),
     *(Case("several", mode) for mode in ("min_size", "max_size", "max_size_cycle")),
     *(Case(moment=moment, trainer=STEPS) for moment in ("epoch end", "last batch")),
-    *(Case(moment=moment, trainer=WINDOWS) for moment in ("mid-epoch", "mid-validation", "validation end")),
+    *(
+        Case(moment=moment, trainer=WINDOWS, callback=KEPT)
+        for moment in ("mid-epoch", "mid-validation", "validation end")
+    ),
     Case(moment="epoch end", trainer=(("reload_dataloaders_every_n_epochs", 1),)),
     Case(namespace="pytorch_lightning"),
     Case(workers=2),

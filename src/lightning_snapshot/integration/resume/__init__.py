@@ -4,11 +4,15 @@
 module         what it keeps
 =============  =====================================================================================================
 ``rng``        random number generators
-``passes``     where a pass over a data loader is
+``indices``    one pass over a data loader
+``passes``     following data loaders, and making their passes again
+``workers``    random numbers of their worker processes
+``shares``     what is left of an epoch for another number of ranks
 ``loaders``    where a Trainer's training loaders are, all of them together
 ``metrics``    torchmetrics in the module, and what ``self.log`` has collected
 ``progress``   the points at which Lightning's own counters do not go on exactly
 ``state``      all of it, for a Trainer
+``strategy``   the hooks of a Trainer's strategy
 ``loop``       random numbers and loaders, for a loop of one's own
 =============  =====================================================================================================
 """
