@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -37,9 +37,6 @@ from lightning_snapshot.storage import (
     read_remote_file,
 )
 from lightning_snapshot.together import MainRankSharing, Save, begin_as_one
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["SnapshotCheckpointIO"]
 
@@ -292,7 +289,7 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         """
         self.behind.wait()
 
-    def __enter__(self) -> "Self":
+    def __enter__(self) -> "SnapshotCheckpointIO":  # noqa: PYI034  # Self is of Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:
