@@ -25,6 +25,7 @@ class Pass:
         before: Random numbers before it began.
         sampling: Random numbers before its sampler began.
         first: Random numbers before its first index was drawn, which may be later.
+        is_eager: Whether the sampler draws its random numbers when it begins, not at its first index.
         passed_over: Batches at the beginning that were not read in this process.
         digest: Of the indices of these; to see whether the sampler gives them again.
         after: Random numbers to go on with when these are passed over.
@@ -41,6 +42,7 @@ class Pass:
     before: Rng
     sampling: Rng | None = None
     first: Rng | None = None
+    is_eager: bool = False
     passed_over: int = 0
     digest: int = 0
     after: Rng | None = None
@@ -78,6 +80,7 @@ class Pass:
             "before": self.before,
             "sampling": self.sampling,
             "first": self.first,
+            "is_eager": self.is_eager,
             "batches": batches,
             "digest": self.digests[place] if batches and -len(self.digests) <= place < 0 else 0,
             "share": self.share,
@@ -109,6 +112,8 @@ class _IndexIterator:
         # Samplers draw their random numbers here or at the first index: a generator does not begin before.
         self._sampler = sampler if now.share is None else batches_of(now.share)
         self._indices = iter(self._sampler)
+        if not now.repeats_sampling:
+            now.is_eager = rng.capture(self._generators) != now.sampling
         self._loader_name = type(loader).__name__
         self._pass = now
         self._is_started = False
@@ -127,8 +132,10 @@ class _IndexIterator:
     def load_state(self, state: Any) -> None:
         """Give the iterator of the sampler its state; it may pass over indices to get there."""
         self._is_started = True
-        if self._pass.first is not None:
-            rng.restore(self._pass.first, self._generators)
+        # It begins the sampler once more.
+        before = self._pass.sampling if self._pass.is_eager else self._pass.first
+        if before is not None:
+            rng.restore(before, self._generators)
         if self.state is not None:
             self.state.load_state_dict(state)
 

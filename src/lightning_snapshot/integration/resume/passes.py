@@ -66,6 +66,7 @@ def go_on(loader: Any, state: dict[str, Any], after: Rng | None = None) -> None:
         before=state["before"],
         sampling=state["sampling"],
         first=state["first"],
+        is_eager=state["is_eager"],
         passed_over=state["batches"],
         digest=state["digest"],
         after=after,
