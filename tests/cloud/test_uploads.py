@@ -62,7 +62,7 @@ def test_blocks_are_put_in_order(bucket, pool):
 def test_who_brings_too_much_waits_but_never_for_a_block_that_is_not_there(bucket, pool):
     data = content(1000)
     writer = PartsWriter(bucket, "key", len(data))
-    block = lambda number: writer.write(number * 50, memoryview(data)[number * 50 : number * 50 + 50])  # noqa: E731  # one line
+    block = lambda number: writer.write(number * 50, memoryview(data)[number * 50 : number * 50 + 50])  # noqa: E731  # one line is enough here
     # The first block is missing: all others get in, however many, because its writer may wait for one of theirs.
     list(pool.map(block, range(1, 12)))
     # The first one is there: the upload takes it, and waits for a permit. Who comes now waits for that.
