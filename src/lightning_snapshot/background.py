@@ -156,6 +156,12 @@ class Background:
         for each in actions:
             each()
 
+    def wait_for(self, path: str) -> None:
+        """Wait for the save that goes on, if something is to be done about a path after it."""
+        job = self._job
+        if job is not None and any(path == each for each, _ in job.after):
+            self.settle()
+
     def _keep(self, missing: str, actions: Iterable[tuple[str, _Action]]) -> None:
         for path, action in actions:
             if path != missing:

@@ -78,7 +78,7 @@ class PendingSave:
     """
 
     def __init__(self, saving: Saving, then: Callable[[Stats | BaseException], object] | None = None) -> None:
-        self._saving = saving
+        self._saving: Saving | None = saving  # and with it the caller's tensors
         self._then = then
         self._future: Future[Stats] = Future()
         self._thread = threading.Thread(target=self._work, name="lightning-snapshot-save")
@@ -89,18 +89,23 @@ class PendingSave:
         try:
             self._thread.start()
         except BaseException as error:
-            self._saving.abandon(error)
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                saving.abandon(error)
             self._future.set_exception(error)
             raise
 
     def capture(self, pool: BufferPool) -> None:
         """Copy what has not been read yet; see `Saving.capture`."""
-        if not self.done():
-            self._saving.capture(pool)
+        saving = self._saving
+        if saving is not None:
+            saving.capture(pool)
 
     def cancel(self, error: BaseException) -> None:
         """Let the save end with an error, unless it is published before that."""
-        self._saving.writing.cancel(error)
+        saving = self._saving
+        if saving is not None:
+            saving.writing.cancel(error)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -128,20 +133,17 @@ class PendingSave:
         self._future.add_done_callback(lambda _: callback(self))
 
     def _work(self) -> None:
+        result: Stats | BaseException
         try:
-            stats = self._finish()
+            if self._saving is None:  # not before it is set below
+                return
+            result = self._saving.finish()
         except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
-            self._future.set_exception(error)
+            result = error
+        then, self._saving, self._then = self._then, None, None
+        if then is not None:
+            then(result)
+        if isinstance(result, Stats):
+            self._future.set_result(result)
         else:
-            self._future.set_result(stats)
-
-    def _finish(self) -> Stats:
-        try:
-            stats = self._saving.finish()
-        except BaseException as error:
-            if self._then is not None:
-                self._then(error)
-            raise
-        if self._then is not None:
-            self._then(stats)
-        return stats
+            self._future.set_exception(result)

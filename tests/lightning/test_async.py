@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -82,6 +83,22 @@ def test_memory_does_not_grow_from_save_to_save(tmp_path):
     assert sizes.pop() < 12_000_000 + 2 * 4 * 2**20
     plugin.teardown()
     assert plugin.behind._copies().reserved_bytes == 0
+
+
+def test_nothing_of_the_state_is_kept(tmp_path):
+    plugin = SnapshotCheckpointIO(async_save=True, overlap=True)
+    tensor = torch.zeros(1000)
+    optimizer = torch.optim.SGD([tensor])
+    plugin.behind.optimizers = lambda: [optimizer]
+    kept = weakref.ref(tensor)
+    plugin.save_checkpoint({"w": tensor}, tmp_path / "s")
+    plugin.wait()
+    del tensor, optimizer
+    plugin.behind.optimizers = None
+    assert kept() is None
+    plugin_kept = weakref.ref(plugin)
+    del plugin
+    assert plugin_kept() is None
 
 
 def test_a_load_waits_and_the_place_is_taken_meanwhile(tmp_path):
@@ -250,6 +267,32 @@ def test_with_warn_training_goes_on_and_only_what_is_there_is_listed(
     if "monitor" in arguments:
         assert sorted(map(os.path.basename, checkpoint.best_k_models)) == paths
         assert checkpoint.best_model_score == expected[-1] + 1
+
+
+def test_a_name_is_free_when_its_checkpoint_is_about_to_go(namespace, cls, make_trainer, tmp_path):
+    gate = Gate(is_open=False)
+    seen = []
+
+    class Checkpoint(namespace.pl.callbacks.ModelCheckpoint):
+        def format_checkpoint_name(self, *args, **kwargs):
+            gate.open()  # not before the next name is looked for
+            return super().format_checkpoint_name(*args, **kwargs)
+
+        def _save_checkpoint(self, trainer, filepath):
+            plugin.wait()
+            gate.close()
+            seen.append(os.path.basename(filepath))
+            super()._save_checkpoint(trainer, filepath)
+
+    class Opens(namespace.pl.Callback):
+        def on_train_end(self, *_):
+            gate.open()
+
+    plugin = GatedCheckpointIO(gate)
+    checkpoint = Checkpoint(tmp_path / "kept", filename="m", every_n_train_steps=1)
+    arguments = {"max_steps": 4, "limit_val_batches": 0, "callbacks": [Opens(), checkpoint]}
+    make_trainer(plugin=plugin, **arguments).fit(cls.Tiny())
+    assert seen == ["m.ckpt", "m-v1.ckpt", "m.ckpt", "m-v1.ckpt"]
 
 
 def test_a_failed_last_is_not_listed(namespace, cls, make_trainer, tmp_path):

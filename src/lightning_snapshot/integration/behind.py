@@ -166,6 +166,10 @@ class SavesBehindTraining:
         """See `Background.after_save`."""
         self._background.after_save(path, action)
 
+    def wait_for_removal(self, path: str) -> None:
+        """Wait if what is at a path is about to go."""
+        self._background.wait_for(path)
+
     def wait(self) -> None:
         """See `SnapshotCheckpointIO.wait`."""
         self._background.settle()

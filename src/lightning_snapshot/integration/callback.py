@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,9 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         plugin.behind.is_allowed = False
         plugin.behind.optimizers = lambda: trainer.optimizers
         plugin.behind.rankings = Rankings(trainer)
+        for checkpoint in trainer.checkpoint_callbacks:
+            if hasattr(checkpoint, "file_exists"):
+                checkpoint.file_exists = partial(_is_taken, checkpoint, plugin.behind)
         if not _may_edit_checkpoint(trainer, pl_module):
 
             def tensors(path: Any) -> dict[str, torch.Tensor]:
@@ -215,6 +219,12 @@ def _unwrap(strategy: Any, plugin: SnapshotCheckpointIO) -> None:
 
 def _resume_of(trainer: Any) -> Resume | None:
     return getattr(trainer.strategy, "exact_resume", None)
+
+
+def _is_taken(checkpoint: Any, behind: SavesBehindTraining, filepath: Any, trainer: Any) -> Any:
+    """`ModelCheckpoint.file_exists`, for which a name is free again once the checkpoint of that name was to go."""
+    behind.wait_for_removal(os.fspath(filepath))
+    return type(checkpoint).file_exists(checkpoint, filepath, trainer)
 
 
 def _behind(trainer: Any) -> SavesBehindTraining | None:

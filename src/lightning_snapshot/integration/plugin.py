@@ -115,7 +115,8 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
         self._fallback = Fallback(previous=on_damaged == "previous", storage_options=self._storage_options)
         self._session = Session()
         how = Behind(async_save, overlap, overlap_check, on_error, on_busy, max_pending_bytes)
-        self.behind = SavesBehindTraining(how, self._session, self._options.block_bytes, self._is_snapshot)
+        is_snapshot = partial(_is_snapshot, self._storage_options)
+        self.behind = SavesBehindTraining(how, self._session, self._options.block_bytes, is_snapshot)
         self._check_replicas = check_replicas
         self._rank_timeout_seconds = rank_timeout_seconds
         self._expects_single_writer = False
@@ -325,9 +326,6 @@ class SnapshotCheckpointIO(*bases("fabric", "plugins.io.checkpoint_io", "Checkpo
     def _open(self, path: _Path, storage_options: Mapping[str, Any] | None = None) -> Storage:
         return open_storage(path, {**self._storage_options, **(storage_options or {})})
 
-    def _is_snapshot(self, path: str) -> bool:
-        return self._open(path).is_snapshot()
-
     def _take_targets(self, path: _Path) -> Mapping[str, torch.Tensor]:
         targets = self._tensors_to_restore(path) if self._tensors_to_restore else {}
         if targets:
@@ -354,6 +352,10 @@ def _warn_of_stock_files(path: _Path, storage_options: Mapping[str, Any]) -> Non
             f"saves over a snapshot; if that is what you want, load {os.path.join(path, names[0])}, else remove it"
         )
         warnings.warn(msg, stacklevel=3)
+
+
+def _is_snapshot(storage_options: Mapping[str, Any], path: str) -> bool:
+    return open_storage(path, storage_options).is_snapshot()
 
 
 def _device(map_location: Any) -> torch.device:
