@@ -34,7 +34,7 @@ from lightning_snapshot import Snapshot, SnapshotCheckpointIO
 
 _STEPS = 50
 _EVERY = 5
-_TOKENS = 96
+_TOKENS = 32
 _SYNC, _ASYNC, _OVERLAP = (f"{OURS}, {mode}" for mode in ("sync", "async", "overlap"))
 
 
