@@ -289,10 +289,10 @@ def test_a_name_is_free_when_its_checkpoint_is_about_to_go(namespace, cls, make_
             gate.open()
 
     plugin = GatedCheckpointIO(gate)
-    checkpoint = Checkpoint(tmp_path / "kept", filename="m", every_n_train_steps=1)
-    arguments = {"max_steps": 4, "limit_val_batches": 0, "callbacks": [Opens(), checkpoint]}
-    make_trainer(plugin=plugin, **arguments).fit(cls.Tiny())
-    assert seen == ["m.ckpt", "m-v1.ckpt", "m.ckpt", "m-v1.ckpt"]
+    checkpoint = Checkpoint(tmp_path / "kept", filename="{score:.0f}")
+    trainer = make_trainer(plugin=plugin, max_epochs=4, callbacks=[Opens(), checkpoint])
+    trainer.fit(cls.Tiny(scores=(1.0, 2.0, 1.0, 2.0)))
+    assert seen == ["score=1.ckpt", "score=2.ckpt"] * 2
 
 
 def test_a_failed_last_is_not_listed(namespace, cls, make_trainer, tmp_path):
