@@ -88,13 +88,13 @@ def test_memory_does_not_grow_from_save_to_save(tmp_path):
 def test_nothing_of_the_state_is_kept(tmp_path):
     plugin = SnapshotCheckpointIO(async_save=True, overlap=True)
     tensor = torch.zeros(1000)
-    optimizer = torch.optim.SGD([tensor])
-    plugin.behind.optimizers = lambda: [optimizer]
+    optimizers = [torch.optim.SGD([tensor])]
+    plugin.behind.optimizers = lambda: optimizers
     kept = weakref.ref(tensor)
     plugin.save_checkpoint({"w": tensor}, tmp_path / "s")
     plugin.wait()
-    del tensor, optimizer
-    plugin.behind.optimizers = None
+    del tensor
+    optimizers.clear()
     assert kept() is None
     plugin_kept = weakref.ref(plugin)
     del plugin
