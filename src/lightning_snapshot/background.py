@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -19,6 +20,8 @@ __all__ = ["Background", "Failure", "note_failure", "take_back"]
 
 _logger = logging.getLogger("lightning_snapshot")
 
+# Where nobody asks, as in Fabric, only the last ones are kept.
+_MAX_PUBLISHED = 100
 _Action: TypeAlias = Callable[[], None]
 
 
@@ -29,10 +32,12 @@ class Failure:
     Attributes:
         path: What it was about.
         error: Why.
+        process: Whose; one that is forked from it has nothing to do with it.
     """
 
     path: str
     error: BaseException
+    process: int = field(default_factory=os.getpid)
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class Background:
         self._process = os.getpid()
         self._last: _Job | None = None
         self._failures: list[Failure] = []
-        self._published: list[tuple[str, Stats]] = []
+        self._published: deque[tuple[str, Stats]] = deque(maxlen=_MAX_PUBLISHED)
         self._unsaved: list[str] = []  # paths of saves that were given up, skipped or failed
         self._skipped: str | None = None  # path of the last save, if it was skipped
         # Path of a save that is not there → what was to be done after it, and is done when that path is to go.
@@ -222,7 +227,8 @@ class Background:
     def take_published(self) -> list[tuple[str, Stats]]:
         """The saves that were published since the last call, in order."""
         with self._lock:
-            published, self._published = self._published, []
+            published = list(self._published)
+            self._published.clear()
             return published
 
     def note_published(self, path: str, stats: Stats) -> None:
@@ -286,9 +292,10 @@ def take_back(failure: Failure) -> None:
 @atexit.register
 def _report() -> None:
     """Python has waited for the saves that went on. If one failed and nobody was told, the program must show it."""
-    for failure in _untold:
+    untold = [failure for failure in _untold if failure.process == os.getpid()]
+    for failure in untold:
         text = f"lightning-snapshot: {failure.path}: {type(failure.error).__name__}: {failure.error}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201  # loggers may be gone
-    if _untold:
+    if untold:
         sys.stdout.flush()
         os._exit(1)  # the only way left to say so

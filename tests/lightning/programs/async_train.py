@@ -1,5 +1,6 @@
 """Train until Ctrl-C, while a save goes on until training has ended: ``async_train.py NAMESPACE FOLDER``."""
 
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,8 @@ from tests.lightning.models import models
 
 def main(name: str, folder: Path) -> None:
     pl = import_module({"lightning": "lightning.pytorch"}.get(name, name))
+    # Where the tests run in the background of a shell, it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gate = Gate(is_open=False)
 
     class Tells(pl.Callback):
