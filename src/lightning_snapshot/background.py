@@ -264,7 +264,7 @@ class Background:
         try:
             for each in actions:
                 each()
-        except Exception as error:  # noqa: BLE001  # raised where the training can take it
+        except BaseException as error:  # noqa: BLE001  # raised where the training can take it
             with self._lock:
                 self._note(Failure(path, error))
 

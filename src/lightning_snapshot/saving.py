@@ -141,8 +141,11 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits
             result = error
         then, self._saving, self._then = self._then, None, None
-        if then is not None:
-            then(result)
+        try:
+            if then is not None:
+                then(result)
+        except BaseException as error:  # noqa: BLE001  # as above; whoever waits must not wait for ever
+            result = error
         if isinstance(result, Stats):
             self._future.set_result(result)
         else:

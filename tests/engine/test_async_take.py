@@ -9,6 +9,11 @@ import torch
 
 from lightning_snapshot import Snapshot, StateDict
 from lightning_snapshot.errors import StorageError
+from lightning_snapshot.options import Options
+from lightning_snapshot.save import begin_save
+from lightning_snapshot.saving import PendingSave
+from lightning_snapshot.storage.local import LocalStorage
+from lightning_snapshot.storage.posix import Posix
 
 
 def state(size: int = 50) -> StateDict:
@@ -62,6 +67,18 @@ def test_a_failure_is_told_to_whoever_waits(tmp_path):
     with pytest.raises(StorageError):
         pending.wait()
     assert isinstance(pending.exception(), StorageError)
+
+
+def test_whoever_waits_hears_of_what_went_wrong_at_the_end(tmp_path):
+    storage = LocalStorage(tmp_path / "s", "s", Posix())
+    saving = begin_save({"n": 1}, storage, save_id="a", options=Options())
+
+    def fails(_):
+        raise KeyError("end")
+
+    pending = PendingSave(saving, fails)
+    pending.start()
+    assert repr(pending.exception(60)) == "KeyError('end')"
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_snapshot.integration.namespaces import modules
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
 from lightning_snapshot.integration.wiring import plugin_of
-from lightning_snapshot.storage import copy_snapshot, list_published, local_path
+from lightning_snapshot.storage import copy_snapshot, list_published, local_path, open_storage
 
 __all__ = ["copy_instead_of_link", "find_last_in_buckets"]
 
@@ -47,9 +47,12 @@ def _bucket_folder(callback: Any, trainer: Any) -> str:
 
 def _copy_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
     plugin = plugin_of(trainer.strategy)
-    if trainer.is_global_zero and plugin is not None and filepath != linkpath:
-        copy = partial(copy_snapshot, filepath, linkpath, plugin.storage_options)
-        plugin.behind.after_save(linkpath, copy)
+    if plugin is not None and filepath != linkpath:
+        # On all ranks, so that all raise if the save has failed. If that is only warned of, there is nothing to copy.
+        plugin.wait()
+        options = plugin.storage_options
+        if trainer.is_global_zero and open_storage(filepath, options).is_snapshot():
+            copy_snapshot(filepath, linkpath, options)
     trainer.strategy.barrier()
 
 
