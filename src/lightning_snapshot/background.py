@@ -32,11 +32,13 @@ class Failure:
     Attributes:
         path: What it was about.
         error: Why.
+        is_save: Whether it was a save, which fails on all ranks that take part. Anything else fails on this one alone.
         process: Whose; one that is forked from it has nothing to do with it.
     """
 
     path: str
     error: BaseException
+    is_save: bool = True
     process: int = field(default_factory=os.getpid)
 
 
@@ -195,11 +197,20 @@ class Background:
             return False
         return True
 
-    def take_unsaved(self) -> list[tuple[str, list[str]]]:
-        """Paths of saves that have failed or were given up since the last call, and what may stay in their place."""
+    def unsaved(self) -> list[tuple[str, list[str]]]:
+        """Paths of saves that have failed or were given up, and what may stay in their place."""
         with self._lock:
-            unsaved, self._unsaved = self._unsaved, []
-            return [(path, self._kept_for(path)) for path in unsaved]
+            return [(path, self._kept_for(path)) for path in self._unsaved]
+
+    def forget_unsaved(self, path: str) -> None:
+        """Somebody has dealt with a path of `unsaved`."""
+        with self._lock:
+            self._unsaved.remove(path)
+
+    def fails_alone(self) -> bool:
+        """Whether what has failed since `take_failures` is known to this rank only."""
+        with self._lock:
+            return bool(self._failures) and not any(failure.is_save for failure in self._failures)
 
     def _kept_for(self, path: str) -> list[str]:
         return [each for kept, _ in self._kept.get(path, []) for each in (kept, *self._kept_for(kept))]
@@ -266,7 +277,7 @@ class Background:
                 each()
         except BaseException as error:  # noqa: BLE001  # raised where the training can take it
             with self._lock:
-                self._note(Failure(path, error))
+                self._note(Failure(path, error, is_save=False))
 
     def _note(self, failure: Failure) -> None:
         self._failures.append(failure)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import xxhash
@@ -35,7 +35,7 @@ from lightning_snapshot.tree import decode_key, encode_key
 from lightning_snapshot.write_plan import BlobSpec, FilePlan, Holders, Layout, RankSpecs, TensorSpec
 from lightning_snapshot.writing import Writing
 
-__all__ = ["MainRankSharing", "Save", "begin_as_one", "begin_each", "save_as_one", "save_each"]
+__all__ = ["MainRankSharing", "Save", "begin_as_one", "begin_each", "fail_together", "save_as_one", "save_each"]
 
 _SUBJECT = "save a snapshot"
 _MAX_NAMED = 5
@@ -334,6 +334,16 @@ def _marked(specs: RankSpecs) -> Iterator[str]:
 
 
 # --- what both have in common ----------------------------------------------------------------------------------------
+
+
+def fail_together(group: Group, error: BaseException) -> NoReturn:
+    """In place of a save that the other ranks begin: let it fail on all of them for what only this rank knows.
+
+    Raises:
+        BaseException: The error.
+    """
+    with group.meet(_SUBJECT):
+        raise error
 
 
 def _begin(save: Save, prepare: "Callable[[_Run], _Prepared]") -> Saving:

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ import torch
 
 from lightning_snapshot import Snapshot, SnapshotCallback, SnapshotCheckpointIO
 from lightning_snapshot.errors import StorageError
+from lightning_snapshot.integration.behind import Behind, SavesBehindTraining
+from lightning_snapshot.integration.rankings import Rankings
 from tests.lightning.gates import PATIENCE_SECONDS, Gate, GatedCheckpointIO
 from tests.lightning.models import STEPS_PER_EPOCH
 
@@ -182,6 +185,33 @@ def test_a_failure_does_not_replace_the_exception_that_is_handled(tmp_path, capl
     if sys.version_info >= (3, 11):
         assert "No space left" in caught.value.__notes__[0]
     plugin.wait()
+
+
+def test_lists_are_corrected_later_if_the_storage_cannot_be_asked(tmp_path, caplog):
+    """As in `Rankings`, a list of checkpoints is an object with the attributes of ``ModelCheckpoint``."""
+    answers = [StorageError("no connection"), False]
+
+    def is_snapshot(path):
+        answer = answers.pop(0)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    plugin = GatedCheckpointIO(Gate(failing={1}), on_error="warn")
+    how = Behind(True, False, False, "warn", "wait", None)
+    plugin.behind = SavesBehindTraining(how, plugin._session, plugin._options.block_bytes, is_snapshot)
+    path = os.fspath(tmp_path / "s")
+    checkpoint = SimpleNamespace(last_model_path=path)
+    plugin.behind.rankings = Rankings(SimpleNamespace(checkpoint_callbacks=[checkpoint]))
+    plugin.save_checkpoint({"w": torch.zeros(3)}, path)
+
+    plugin.wait()
+    assert "no connection" in caplog.text
+    assert "No space left" in caplog.text
+    assert checkpoint.last_model_path == path
+    plugin.wait()
+    assert checkpoint.last_model_path == ""
+    assert not answers
 
 
 def test_a_busy_plugin_can_skip(tmp_path):

@@ -23,6 +23,7 @@ from lightning_snapshot.saving import Saving
 from lightning_snapshot.session import Session
 from lightning_snapshot.stats import Stats
 from lightning_snapshot.tensors import TensorSource, is_spread, local_part
+from lightning_snapshot.together import fail_together
 from lightning_snapshot.writing import Keep
 
 __all__ = ["Behind", "OnBusy", "OnError", "SavesBehindTraining"]
@@ -142,7 +143,7 @@ class SavesBehindTraining:
                 self._background.skip(path)
                 return
             self._background.cancel()
-        self.wait()
+        self._wait_with(group_of)
         waited_seconds = time.perf_counter() - called
         saving = begin(is_async)
         if not is_async:
@@ -193,12 +194,8 @@ class SavesBehindTraining:
         Raises:
             SnapshotError: What has failed.
         """
-        for path, kept in self._background.take_unsaved():
-            # Where a save would have replaced something, that is still there.
-            if self.rankings is None or self._is_snapshot(path):
-                continue
-            if self.rankings.replace(path, [each for each in kept if self._is_snapshot(each)]):
-                self._background.forget_kept(path)
+        for path, kept in self._background.unsaved():
+            self._correct_rankings(path, kept)
         failures = [_told(failure) for failure in self._background.take_failures()]
         first = failures[0] if failures and self._how.on_error == "raise" and handled is None else None
         for failure in failures:
@@ -209,6 +206,30 @@ class SavesBehindTraining:
                 handled.add_note(f"lightning-snapshot: {failure}")
         if first is not None:
             raise first from first.__cause__
+
+    def _correct_rankings(self, path: str, kept: Iterable[str]) -> None:
+        try:
+            # Where a save would have replaced something, that is still there.
+            if self.rankings is not None and not self._is_snapshot(path):
+                is_used = self.rankings.replace(path, [each for each in kept if self._is_snapshot(each)])
+                if is_used:
+                    self._background.forget_kept(path)
+        except SnapshotError as error:
+            # Perhaps it can be found out next time.
+            _logger.warning("which checkpoints are there instead of %s is not known: %s", path, error)
+        else:
+            self._background.forget_unsaved(path)
+
+    def _wait_with(self, group_of: Callable[..., Group] | None) -> None:
+        """Wait before a save; if something other than a save has failed, such as a removal, the other ranks hear it."""
+        self._background.settle()
+        fails_alone = self._background.fails_alone()
+        try:
+            self.wait()
+        except Exception as error:
+            if group_of is not None and fails_alone:
+                fail_together(group_of(), error)
+            raise
 
     def _is_busy(self, group_of: Callable[..., Group] | None) -> bool:
         """Whether a save goes on; all ranks say what rank 0 says, for it may end on one earlier than on another."""

@@ -96,6 +96,29 @@ def one_rank_fails(rank: int, name: str, folder: Path) -> tuple[str, dict[str, A
     return error, plugin.load_checkpoint(folder / "s")
 
 
+def one_rank_cannot_remove(rank: int, name: str, folder: Path) -> tuple[str, list[str], int]:
+    """A removal behind a save fails, of which rank 0 alone knows; the save after the next one succeeds."""
+    join_world()
+    gate = Gate(is_open=False)
+    plugin = GatedCheckpointIO(gate)
+    fabric = _fabric(name, plugin)
+    fabric.save(folder / "a", {"n": 1})
+    if rank == 0:
+        (folder / "foreign").mkdir()
+        (folder / "foreign" / "notes.txt").touch()
+        plugin.remove_checkpoint(folder / "foreign")
+    gate.open()
+    try:
+        fabric.save(folder / "b", {"n": 2})
+        error = "none"
+    except SnapshotError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    fabric.save(folder / "c", {"n": 3})
+    plugin.wait()
+    distributed.barrier()
+    return error, sorted(os.listdir(folder)), plugin.load_checkpoint(folder / "c")["n"]
+
+
 def collectives_meanwhile(rank: int, name: str, folder: Path) -> list[int]:
     """Saves go on while training talks; a second one waits for the first."""
     join_world()

@@ -37,6 +37,16 @@ def test_a_failure_of_one_rank_is_that_of_all_and_the_next_save_succeeds(tmp_pat
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
+def test_a_removal_that_fails_on_rank_0_is_told_on_all_ranks_at_the_next_save(tmp_path, name):
+    for error, names, loaded in run_ranks(behind.one_rank_cannot_remove, 2, name, tmp_path):
+        assert error.startswith("NotASnapshotError")
+        assert "foreign" in error
+        assert "rank 0" in error
+        assert names == ["a", "c", "foreign"]
+        assert loaded == 3
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
 def test_training_may_use_collectives_meanwhile(tmp_path, name):
     assert run_ranks(behind.collectives_meanwhile, 2, name, tmp_path) == [[3, 3]] * 2
 
