@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.lightning.ranks import behind
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import needs_fully_shard, run_ranks
 
 pytestmark = pytest.mark.distributed
 NAMESPACES = ["lightning", "pytorch_lightning"]
@@ -21,6 +21,7 @@ def test_training_keeps_what_it_should_and_goes_on_from_there(tmp_path, name, ar
         assert rank["stall"]
 
 
+@needs_fully_shard
 @pytest.mark.parametrize("arguments", [{"async_save": True}, {"overlap": True}])
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_what_is_spread_over_ranks_is_that_of_the_call(tmp_path, name, arguments):
