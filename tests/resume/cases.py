@@ -1,7 +1,8 @@
 """Runs that are saved, stopped and resumed, compared with runs that were left alone; what the ranks of the tests do."""
 
+import multiprocessing
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 import torchmetrics
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -24,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_snapshot import SnapshotCallback, SnapshotCheckpointIO
 from tests.lightning.models import difference
+from tests.lightning.ranks.layouts import fsdp1
 from tests.lightning.ranks.worlds import join_world, make_trainer, pl_of
 
 SAMPLES = 24
@@ -42,13 +46,21 @@ class Case:
     moment: str = "mid-epoch"
     is_async: bool = False
     namespace: str = "lightning"
+    strategy: str = "plain"
     trainer: tuple[tuple[str, Any], ...] = ()
     callback: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         parts = [self.loader, self.sampler, f"{self.workers}w", f"{self.ranks}r", self.moment.replace(" ", "-")]
         parts += ["async"] * self.is_async + [self.namespace] * (self.namespace != "lightning")
+        parts += [self.strategy] * (self.strategy != "plain")
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.trainer)])
+
+
+def join() -> tuple[int, int]:
+    """Join the ranks, with forks for the workers of data loaders: as this process began, each would import all anew."""
+    multiprocessing.set_start_method("fork", force=True)
+    return join_world()
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -177,7 +189,17 @@ class _Noticing:
         x = torch.cat([part["x"].reshape(-1, 3) for part in batches])
         return {"ids": ids, "x": x + 0.1 * torch.rand_like(x)}
 
+    def configure_model(self):
+        if self.case.strategy.startswith("fsdp2"):
+            for part in (self.net[0], self.net[2], self.net):
+                fully_shard(part, mesh=self._device_mesh["data_parallel"])
+        if self.case.strategy == "tp":
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self._device_mesh["tensor_parallel"], plan)
+
     def training_step(self, batch, batch_idx):
+        if self.case.strategy == "fsdp2 late":
+            self.net.set_requires_gradient_sync((batch_idx + 1) % self.trainer.accumulate_grad_batches == 0)
         self.seen.append(batch["ids"])
         loss = self.net(batch["x"]).square().mean()
         count = len(batch["x"])
@@ -219,6 +241,15 @@ class _Noticing:
 
     def val_dataloader(self):
         return DataLoader(Numbers(), batch_size=4)
+
+
+def _strategy_of(case: Case) -> Any:
+    if case.strategy == "plain":
+        return "ddp" if case.ranks > 1 else "auto"
+    if case.strategy == "fsdp1":
+        return fsdp1(case.namespace)
+    sizes = (1, case.ranks) if case.strategy == "tp" else (case.ranks, 1)
+    return pl_of(case.namespace).strategies.ModelParallelStrategy(*sizes)
 
 
 def module_of(case: Case) -> Any:
@@ -303,7 +334,7 @@ def fit(case: Case, folder: Path, *, seed: int, ckpt_path: Path | None = None, s
         plugins=[SnapshotCheckpointIO(async_save=case.is_async)],
         **{
             "max_epochs": EPOCHS,
-            "strategy": "ddp" if case.ranks > 1 else "auto",
+            "strategy": _strategy_of(case),
             "use_distributed_sampler": case.sampler != "batches",
         }
         | dict(case.trainer),
@@ -316,11 +347,18 @@ def fit(case: Case, folder: Path, *, seed: int, ckpt_path: Path | None = None, s
     return run
 
 
+# What runs that were left alone have seen, their values and their ends: they do not depend on when others are saved.
+_whole: dict[Case, tuple[Any, ...]] = {}
+
+
 def compare(rank: int, case: Case, folder: Path) -> str | None:
     """Compare a run that was left alone with one that was stopped and resumed; None if they are equal."""
-    join_world()
+    join()
     path = folder / "a.ckpt"
-    whole = fit(case, folder, seed=1)
+    alone = replace(case, moment="early" if "early" in case.moment else "", is_async=False)
+    if alone not in _whole:
+        run = fit(alone, folder, seed=1)
+        _whole[alone] = run.module.seen, run.module.values, run.end
     stopped = fit(case, folder, seed=1, saves_to=path)
     if stopped.seen_at_save < 0:
         return "not saved"
@@ -328,11 +366,8 @@ def compare(rank: int, case: Case, folder: Path) -> str | None:
     resumed = fit(case, folder, seed=2, ckpt_path=path)
     seen = stopped.module.seen[: stopped.seen_at_save] + resumed.module.seen
     values = stopped.module.values[: stopped.values_at_save] + resumed.module.values
-    return (
-        difference(seen, whole.module.seen, "seen")
-        or difference(values, whole.module.values, "values")
-        or difference(resumed.end, whole.end, "end")
-    )
+    found = (seen, values, resumed.end)
+    return next(filter(None, map(difference, found, _whole[alone], ("seen", "values", "end"))), None)
 
 
 def compare_all(rank: int, cases: list[Case], folder: Path) -> list[str | None]:
@@ -347,14 +382,23 @@ def compare_all(rank: int, cases: list[Case], folder: Path) -> list[str | None]:
 def _end(run: Run) -> dict[str, Any]:
     trainer = run.trainer
     return {
-        "weights": {name: value.clone() for name, value in run.module.state_dict().items()},
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "weights": _own(run.module.state_dict()),
+        "optimizers": [_own(optimizer.state_dict()) for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs],
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "logged steps": trainer.fit_loop.epoch_loop._batches_that_stepped,
-        "metrics": {name: value.clone() for name, value in trainer.callback_metrics.items()},
+        "metrics": _own(dict(trainer.callback_metrics)),
         "torch": torch.rand(3),
         "python": random.random(),
         "numpy": float(np.random.rand()),  # noqa: NPY002 - as above
     }
+
+
+def _own(value: Any) -> Any:
+    """A copy with this rank's parts of what is spread over ranks."""
+    if isinstance(value, dict):
+        return {key: _own(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "_local_tensor", value).detach().clone()
+    return value

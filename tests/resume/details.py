@@ -1,8 +1,10 @@
 """What the ranks of the smaller tests do."""
 
 import contextlib
+import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_snapshot import ResumeState, SnapshotCallback, SnapshotCheckpointIO, attach
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
 from tests.lightning.models import difference
-from tests.lightning.ranks.worlds import heard_warnings, join_world, make_trainer, pl_of
+from tests.lightning.ranks.worlds import heard_warnings, make_trainer, pl_of
 from tests.resume import cases
-from tests.resume.cases import Case, Numbers, Run, StoppedError, fit
+from tests.resume.cases import Case, Numbers, Run, StoppedError, fit, join
 
 # --- saving changes nothing ------------------------------------------------------------------------------------------
 
 
 def saving_often(rank: int, folder: Path) -> str | None:
     """Compare a run that saves after each batch with one that never does, with hooks that draw numbers."""
-    join_world()
+    join()
     pl = pl_of("lightning")
 
     class Drawing(pl.Callback):
@@ -53,14 +55,28 @@ def saving_often(rank: int, folder: Path) -> str | None:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-def open_window(rank: int, folder: Path, save_gradients: bool) -> tuple[str | None, list[str]]:
+def open_window(rank: int, folder: Path, save_gradients: bool, strategy: str = "plain") -> tuple[str | None, list[str]]:
     """Save after two of four batches of a step."""
-    join_world()
-    how = {"trainer": (("accumulate_grad_batches", 4),), "callback": (("save_gradients", save_gradients),)}
-    case = Case(moment="second batch", ranks=2 if torch.distributed.get_world_size() > 1 else 1, **how)
+    join()
+    case = _after_two_of_four(strategy, save_gradients)
     with heard_warnings() as texts:
         found = cases.compare(rank, case, folder)
     return found, [text for text in texts if "gradients" in text]
+
+
+def other_layout(rank: int, folder: Path) -> list[str]:
+    """Save in a window with parameters in parts, and resume with whole ones."""
+    join()
+    case = _after_two_of_four("fsdp2", True)
+    fit(case, folder, seed=1, saves_to=folder / "a.ckpt")
+    with heard_warnings() as texts:
+        fit(replace(case, strategy="plain"), folder, seed=1, ckpt_path=folder / "a.ckpt")
+    return texts
+
+
+def _after_two_of_four(strategy: str, save_gradients: bool) -> Case:
+    how = {"trainer": (("accumulate_grad_batches", 4),), "callback": (("save_gradients", save_gradients),)}
+    return Case(moment="second batch", ranks=torch.distributed.get_world_size(), strategy=strategy, **how)
 
 
 # --- another number of ranks -----------------------------------------------------------------------------------------
@@ -102,7 +118,7 @@ class _Counting:
 
 def samples(rank: int, folder: Path, kind: str, path: str, ckpt_path: str | None, stops_after: int) -> dict[str, Any]:
     """Train until after some batches of the second epoch, or from there to its end."""
-    _, world_size = join_world()
+    _, world_size = join()
     data = Numbers(False)
     loader = {
         "distributed": lambda: DataLoader(data, batch_size=2, sampler=DistributedSampler(data, world_size, rank)),
@@ -149,9 +165,9 @@ class _Forgetful(Sampler):
         return 24
 
 
-def fit_twice(rank: int, folder: Path, kind: str) -> dict[str, Any]:
+def fit_twice(rank: int, folder: Path, kind: str, shows_bars: bool = False) -> dict[str, Any]:
     """Stop a run in the middle of an epoch and resume it, with loaders that are special."""
-    join_world()
+    _, world_size = join()
     loader = {
         "iterable": lambda: DataLoader(_Plain(), batch_size=2),
         "forgetful": lambda: DataLoader(Numbers(), batch_size=2, sampler=_Forgetful()),
@@ -164,16 +180,18 @@ def fit_twice(rank: int, folder: Path, kind: str) -> dict[str, Any]:
     for name, ckpt_path in (("first", None), ("second", folder / "a.ckpt")):
         module = type("Counting", (_Counting, pl.LightningModule), {})(loader())
         module.path, module.stops_after = folder / "a.ckpt", 4 if ckpt_path is None else 1000
-        trainer = make_trainer("lightning", folder, max_epochs=2, strategy="auto", callbacks=[callback])
-        with heard_warnings() as texts, contextlib.suppress(StoppedError):
+        how = {"strategy": "ddp" if world_size > 1 else "auto", "enable_progress_bar": shows_bars}
+        trainer = make_trainer("lightning", folder, max_epochs=2, callbacks=[callback], **how)
+        shown = contextlib.redirect_stdout(io.StringIO())
+        with heard_warnings() as texts, contextlib.suppress(StoppedError), shown as output:
             trainer.fit(module, ckpt_path=ckpt_path)
-        found[name] = {"seen": module.seen, "warnings": texts}
+        found[name] = {"seen": module.seen, "warnings": texts, "shown": output.getvalue()}
     return found
 
 
 def without_state(rank: int, folder: Path) -> dict[str, Any]:
     """Resume from a checkpoint of a program that did not know of exact resume; and what a tuner stores."""
-    join_world()
+    join()
     run = fit(Case(), folder, seed=1, saves_to=folder / "a.ckpt")
     plugin = SnapshotCheckpointIO()
     checkpoint = plugin.load_checkpoint(folder / "a.ckpt", weights_only=True)
@@ -196,7 +214,7 @@ def without_state(rank: int, folder: Path) -> dict[str, Any]:
 
 def fabric_loop(rank: int, folder: Path, kind: str, stops_at: tuple[int, int]) -> str | None:
     """Compare loops of Fabric: one that goes through, and one that is stopped and begun again by new objects."""
-    _, world_size = join_world()
+    _, world_size = join()
     whole = _loop(folder, kind, world_size, seed=1)
     stopped = _loop(folder, kind, world_size, seed=1, saves_at=stops_at)
     resumed = _loop(folder, kind, world_size, seed=2, loads=True)

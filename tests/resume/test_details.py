@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import needs_fully_shard, run_ranks
 from tests.resume import details
 
 pytestmark = pytest.mark.distributed
@@ -15,6 +15,20 @@ def test_saving_advances_no_random_numbers(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_an_open_window_are_kept_if_asked_for(tmp_path, ranks):
     assert run_ranks(details.open_window, ranks, tmp_path, True) == [(None, [])] * ranks
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", pytest.param("fsdp2 late", marks=needs_fully_shard)])
+def test_gradients_that_ranks_have_not_added_up_yet_are_not_kept_and_that_is_said(tmp_path, strategy):
+    found = run_ranks(details.open_window, 2, tmp_path, True, strategy)
+    assert all(differs for differs, _ in found)
+    (text,) = found[0][1]
+    assert "without the gradients that are being accumulated because they are not spread over ranks" in text
+
+
+@needs_fully_shard
+def test_gradients_do_not_go_to_parameters_that_are_spread_in_another_way(tmp_path):
+    texts, _ = run_ranks(details.other_layout, 2, tmp_path)
+    assert sum("gradients that were being accumulated are not restored" in text for text in texts) == 1
 
 
 def test_without_the_gradients_of_an_open_window_both_runs_say_so(tmp_path):
@@ -84,6 +98,15 @@ def test_other_iterables_are_read_up_to_where_they_were(tmp_path):
     (found,) = run_ranks(details.fit_twice, 1, tmp_path, "other")
     assert found["second"]["seen"] == list(range(4, 24))
     assert any("_Ones is read up to batch 4" in text for text in found["second"]["warnings"])
+    assert "Reading" not in found["second"]["shown"]
+
+
+def test_reading_up_to_a_place_shows_a_bar_on_rank_0(tmp_path):
+    first, other = run_ranks(details.fit_twice, 2, tmp_path, "other", True)
+    assert "Reading _Ones up to where it was" in first["second"]["shown"]
+    assert "/4 [" in first["second"]["shown"]
+    assert "Reading" not in first["first"]["shown"] + other["second"]["shown"]
+    assert not any("is read up to" in text for text in other["second"]["warnings"])
 
 
 def test_loader_state_can_be_switched_off(tmp_path):

@@ -3,11 +3,12 @@
 ``make test`` tries a sample; ``make resume-matrix`` (``--complete-resume``) tries all of it.
 """
 
-from itertools import product
+from dataclasses import replace
+from itertools import groupby, product
 
 import pytest
 
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import needs_fully_shard, run_ranks
 from tests.resume.cases import Case, compare_all
 
 pytestmark = pytest.mark.distributed
@@ -21,6 +22,7 @@ SAMPLERS = {
 STEPS = (("max_epochs", -1), ("max_steps", 30))
 KEPT = (("save_gradients", True),)
 WINDOWS = (("accumulate_grad_batches", 3), ("val_check_interval", 3))
+OPEN_WINDOWS = (("accumulate_grad_batches", 4), ("val_check_interval", 3))
 
 
 def _cases():
@@ -31,12 +33,18 @@ def _cases():
                     yield Case(loader, sampler, workers, ranks, moment, is_async)
     for mode, workers, moment in product(("min_size", "max_size", "max_size_cycle"), (0, 2), MOMENTS):
         yield Case("several", mode, workers, 1, moment)
-    for moment, how in product(MOMENTS, (STEPS, WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
+    for moment, how in product(MOMENTS, (STEPS, WINDOWS, OPEN_WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
         yield Case(moment=moment, trainer=how, callback=KEPT)
     for moment in MOMENTS[:3]:
         yield Case(sampler="persistent", workers=2, moment=moment)
         yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
         yield Case(ranks=2, moment=moment, namespace="pytorch_lightning")
+    spread = (("fsdp2", "lightning"), ("fsdp2", "pytorch_lightning"), ("fsdp1", "lightning"), ("tp", "lightning"))
+    for (strategy, namespace), moment, is_async in product(spread, MOMENTS, (False, True)):
+        how = {"strategy": strategy, "namespace": namespace, "is_async": is_async}
+        yield Case(ranks=2, moment=moment, **how)
+        if strategy != "fsdp1":
+            yield Case(ranks=2, moment=moment, **how, trainer=OPEN_WINDOWS, callback=KEPT)
 
 
 # What was hard to get right, without the slow starts of workers as far as possible.
@@ -63,16 +71,19 @@ SAMPLE = [
     Case("stateful", "stream", ranks=2),
     Case("stateful", "sequential", ranks=2, moment="early mid-epoch", namespace="pytorch_lightning"),
     Case("nodes", "distributed", ranks=2),
+    Case(ranks=2, strategy="fsdp2", moment="mid-validation", is_async=True, namespace="pytorch_lightning"),
+    Case(ranks=2, strategy="fsdp2", trainer=OPEN_WINDOWS, callback=KEPT),
 ]
-# Cases that share processes.
-GROUP = 10
 
 
-def _groups(cases):
-    cases = list(cases)
-    for ranks in (1, 2):
-        same = [case for case in cases if case.ranks == ranks]
-        yield from (same[start : start + GROUP] for start in range(0, len(same), GROUP))
+def _groups(cases, size):
+    """Cases that share processes, and as far as possible the run that is left alone."""
+    cases = sorted(cases, key=lambda case: (case.ranks, case.strategy, str(replace(case, moment="", is_async=False))))
+    for (_, strategy), found in groupby(cases, key=lambda case: (case.ranks, case.strategy)):
+        marks = [needs_fully_shard] if strategy == "fsdp2" else []
+        same = list(found)
+        for group in (same[start : start + size] for start in range(0, len(same), size)):
+            yield pytest.param(group, id=f"{group[0]}…", marks=marks)
 
 
 def _check(cases, folder):
@@ -86,12 +97,12 @@ def _check(cases, folder):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("cases", list(_groups(SAMPLE)), ids=lambda cases: f"{cases[0]}…")
+@pytest.mark.parametrize("cases", list(_groups(SAMPLE, 10)))
 def test_a_resumed_run_is_the_run_that_was_left_alone(cases, tmp_path):
     _check(cases, tmp_path)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("cases", list(_groups(_cases())), ids=lambda cases: f"{cases[0]}…")
+@pytest.mark.parametrize("cases", list(_groups(_cases(), 24)))
 def test_the_complete_matrix(cases, tmp_path):
     _check(cases, tmp_path)

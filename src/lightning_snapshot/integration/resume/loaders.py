@@ -6,9 +6,11 @@ batch was read.
 
 import copy
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -183,11 +185,22 @@ class TrainingLoaders:
         for number, loader in enumerate(self._all):
             if isinstance(loader, Stateful) or has_indices(loader) or _is_at_sea(loader):
                 continue
-            _logger.warning("%s is read up to batch %d, where it was", type(loader).__name__, state["read"])
-            for _ in range(state["read"]):
+            name = type(loader).__name__
+            if self._fit_loop.trainer.is_global_zero:
+                _logger.warning("%s is read up to batch %d, where it was", name, state["read"])
+            for _ in _with_bar(range(state["read"]), f"Reading {name} up to where it was", self._fit_loop.trainer):
                 if next(modes.iterators[number], modes) is modes and state["consumed"]:
                     modes.iterators[number] = iter(loader)
                     next(modes.iterators[number])
+
+
+def _with_bar(batches: range, text: str, trainer: Any) -> Iterable[int]:
+    """Show how far it is, on rank 0, if the Trainer shows such things."""
+    its_bar = trainer.progress_bar_callback
+    is_shown = trainer.is_global_zero and its_bar is not None and getattr(its_bar, "is_enabled", True)
+    how = {"desc": text, "unit": "batch", "file": sys.stdout, "leave": False, "disable": not is_shown}
+    bar: Iterable[int] = import_module("tqdm").tqdm(batches, **how)  # Lightning needs it, too
+    return bar
 
 
 def _is_at_sea(loader: object) -> bool:

@@ -3,13 +3,10 @@
 import logging
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
-from lightning_snapshot.integration.resume import metrics, rng
+from lightning_snapshot.integration.resume import gradients, metrics, rng
 from lightning_snapshot.integration.resume.loaders import TrainingLoaders
 from lightning_snapshot.integration.resume.passes import follow, pass_of
 from lightning_snapshot.integration.resume.progress import Progress
@@ -148,20 +145,20 @@ class Resume:
                 )
         return rng.storable({key: value for key, value in state.items() if key != "states"})  # type: ignore[no-any-return]  # a dict gives a dict
 
-    def _gradients(self, progress: Progress) -> dict[str, torch.Tensor]:
+    def _gradients(self, progress: Progress) -> dict[str, Any] | None:
         module = self._trainer.lightning_module
         loop = self._trainer.fit_loop.epoch_loop
         if progress.is_epoch_end or not loop._should_accumulate() or not module.automatic_optimization:  # noqa: SLF001  # as above
-            return {}
-        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-        if self._save_gradients and all(type(gradient) is torch.Tensor for gradient in gradients.values()):
-            return {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
-        self._say_once(
-            "saved between two steps of the optimizer, without the gradients that are being accumulated%s: the first "
-            "step after a resume has fewer batches. Save after a step, or use SnapshotCallback(save_gradients=True)",
-            "" if not self._save_gradients else " because they are spread over ranks",
-        )
-        return {}
+            return None
+        found = gradients.capture(module) if self._save_gradients else None
+        if found is None:
+            self._say_once(
+                "saved between two steps of the optimizer, without the gradients that are being accumulated%s: the "
+                "first step after a resume has fewer batches. Save after a step, or use "
+                "SnapshotCallback(save_gradients=True)",
+                " because they are not spread over ranks as their parameters are" if self._save_gradients else "",
+            )
+        return found
 
     # --- resuming ------------------------------------------------------------------------------------------------
 
@@ -239,10 +236,13 @@ class Resume:
             rest,
         )
 
-    def _set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        for name, parameter in self._trainer.lightning_module.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
+    def _set_gradients(self, state: dict[str, Any] | None) -> None:
+        module = self._trainer.lightning_module
+        if not gradients.restore(state, module, self._trainer.strategy.reduce_boolean_decision) and state is not None:
+            self._say_once(
+                "the gradients that were being accumulated are not restored, because the parameters are spread over "
+                "ranks in another way than at the save: the first step has fewer batches"
+            )
 
     # --- small things --------------------------------------------------------------------------------------------
 
