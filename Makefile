@@ -13,7 +13,7 @@ CHAOS_ARGS ?=
 AZURITE := 3.35.0
 
 SOURCES := $(wildcard src tests examples benchmarks)
-TORCHSNAPSHOTS := .interop/torchsnapshot-0.1.0/.stamp .interop/torchsnapshot-nightly/.stamp
+INTEROP := $(patsubst %,.interop/%/.stamp,torchsnapshot-0.1.0 torchsnapshot-nightly s3-clients)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -38,7 +38,8 @@ lint: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/mypy
 
-interop: $(TORCHSNAPSHOTS)
+# The real torchsnapshot, and what it and stock Lightning reach S3 with.
+interop: $(INTEROP)
 
 # Emulators of S3, Google Cloud Storage and Azure, which the tests start themselves.
 servers: .servers/.stamp
@@ -58,8 +59,6 @@ bench:
 	$(MAKE) bench-plan_scale
 	$(MAKE) bench-async_stall
 	$(MAKE) bench-object_store
-
-bench-object_store: .servers/.stamp
 
 bench-%: benchmarks/%.py $(VENV_BENCH)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV_BENCH)/bin/python $< --json build/bench/$*.json $(BENCH_ARGS)

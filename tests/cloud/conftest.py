@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_snapshot import SnapshotCheckpointIO
 from tests.cloud import servers
 from tests.cloud.proxy import Proxy
 from tests.conftest import Namespace
-from tests.lightning.models import models
+from tests.lightning.conftest import cls, make_trainer, plugin_arguments  # noqa: F401  # fixtures for these tests, too
 
 _numbers = itertools.count()
 
@@ -82,33 +81,6 @@ def namespace(cloud) -> Namespace:
     if cloud.server.scheme == "gs":
         return Namespace("pytorch_lightning", import_module("pytorch_lightning"), import_module("lightning_fabric"))
     return Namespace("lightning", import_module("lightning.pytorch"), import_module("lightning.fabric"))
-
-
-@pytest.fixture
-def cls(namespace):
-    """The modules of `tests.lightning.models` in the distribution of ``namespace``."""
-    return models(namespace.name)
-
-
-@pytest.fixture
-def make_trainer(namespace, tmp_path) -> Callable[..., Any]:
-    """A quiet Trainer, by default with the plugin. ``plugin=None`` gives Lightning's own checkpoints."""
-
-    def make(*, plugin: Any = ..., **arguments: Any) -> Any:
-        plugin = SnapshotCheckpointIO() if plugin is ... else plugin
-        defaults = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "default_root_dir": tmp_path,
-            "enable_model_summary": False,
-            "enable_progress_bar": False,
-            "logger": False,
-            "num_sanity_val_steps": 0,
-            "plugins": [] if plugin is None else [plugin],
-        }
-        return namespace.pl.Trainer(**{**defaults, **arguments})
-
-    return make
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -187,33 +186,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
-
-
-class ReadCache(Handler):
-    """Answers reads of objects itself: moto would copy the whole object for each read of a part."""
-
-    _known: ClassVar[dict[str, Answered]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def ask(self, method, path, headers, body):
-        if method != "GET" or "?" in path:
-            if method not in ("GET", "HEAD"):
-                self._known.clear()
-            return super().ask(method, path, headers, body)
-        asked = next((value for name, value in headers.items() if name.lower() == "range"), None)
-        with self._lock:
-            if path not in self._known:
-                whole = {name: value for name, value in headers.items() if name.lower() != "range"}
-                self._known[path] = super().ask(method, path, whole, b"")
-            status, found, content = self._known[path]
-        if status != 200 or asked is None:
-            return status, found, content
-        first, _, last = asked.removeprefix("bytes=").partition("-")
-        begin, end = int(first), min(int(last or len(content)) + 1, len(content))
-        of_the_whole = ("content-length", "x-amz-checksum")
-        others = [(name, value) for name, value in found if not name.lower().startswith(of_the_whole)]
-        return (
-            206,
-            [*others, ("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")],
-            memoryview(content)[begin:end],
-        )

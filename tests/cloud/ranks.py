@@ -8,6 +8,7 @@ import torch
 
 from lightning_snapshot import Snapshot, SnapshotCheckpointIO, StateDict
 from lightning_snapshot.errors import SnapshotError
+from lightning_snapshot.storage import open_storage
 from tests.lightning.ranks.replicated import _various
 from tests.lightning.ranks.worlds import join_world, make_trainer, pl_of
 
@@ -51,3 +52,20 @@ def train_and_resume(rank, name, url, environment):
             trainer.fit(model, ckpt_path="last" if max_epochs > 1 else None)
             first_step = model.first_step
     return first_step
+
+
+def fail_to_link(rank, name, url, environment):
+    """Train where something else is in the place of the last checkpoint; the error that a rank gets."""
+    join_world()
+    os.environ.update(environment)
+    if rank == 0:
+        place = open_storage(f"{url}/checkpoints/last.ckpt").place
+        place.bucket.put(place.key("somebody's.txt"), b"text")
+    checkpoint = pl_of(name).callbacks.ModelCheckpoint(save_last="link", enable_version_counter=False)
+    how = {"callbacks": [checkpoint], "max_epochs": 1, "strategy": "ddp_find_unused_parameters_true"}
+    trainer = make_trainer(name, url, **how)
+    try:
+        trainer.fit(_various(name))
+    except SnapshotError as error:
+        return str(error)
+    return ""

@@ -1,5 +1,6 @@
 """What users do with Lightning, with `Snapshot` and on the command line, where ``dirpath`` is a URL."""
 
+import re
 import warnings
 from datetime import timedelta
 
@@ -8,9 +9,10 @@ import torch
 
 import lightning_snapshot
 from lightning_snapshot import Snapshot, SnapshotCheckpointIO, StateDict, cli, latest, load_from_checkpoint
-from lightning_snapshot.errors import ChecksumError, NotASnapshotError, SnapshotNotFoundError
+from lightning_snapshot.errors import ChecksumError, NotASnapshotError, SnapshotNotFoundError, StorageError
 from lightning_snapshot.storage import METADATA_NAME, clear_leftovers, list_names, open_storage
 from tests.cloud import ranks
+from tests.cloud.proxy import Answer
 from tests.lightning.models import difference
 from tests.ranks.processes import run_ranks
 
@@ -26,12 +28,17 @@ def fit(namespace, cls, make_trainer, cloud, in_environment, tmp_path):
     """Trains for some epochs with a ModelCheckpoint on the folder of the emulator; gives model and callback."""
     in_environment(cloud)
 
-    def fit(max_epochs, *, ckpt_path=None, plugin=None, dirpath=cloud.folder, **arguments):
+    def fit(max_epochs, *, ckpt_path=None, plugin=None, dirpath=cloud.folder, how=None, **arguments):
         checkpoint = namespace.pl.callbacks.ModelCheckpoint(dirpath, **arguments)
         model = cls.Tiny(scores=(3.0, 1.0, 2.0, 4.0))
-        plugin = plugin or SnapshotCheckpointIO()
-        root = tmp_path if dirpath else cloud.folder
-        trainer = make_trainer(plugin=plugin, max_epochs=max_epochs, callbacks=[checkpoint], default_root_dir=root)
+        how = {
+            "callbacks": [checkpoint],
+            "default_root_dir": tmp_path if dirpath else cloud.folder,
+            "max_epochs": max_epochs,
+            "plugin": plugin or SnapshotCheckpointIO(),
+            **(how or {}),
+        }
+        trainer = make_trainer(**how)
         trainer.fit(model, ckpt_path=ckpt_path)
         return model, checkpoint, trainer
 
@@ -70,6 +77,17 @@ def test_saves_behind_training_keep_top_k(fit, cloud):
     assert list_names(cloud.folder) == ["epoch=1.ckpt", "last.ckpt"]
 
 
+def test_saves_that_overlap_with_training(fit, cloud):
+    how = {"save_top_k": -1, "filename": "{epoch}", "save_last": True}
+    first, *_ = fit(2, plugin=SnapshotCheckpointIO(overlap=True), **how)
+    second, *_ = fit(4, plugin=SnapshotCheckpointIO(overlap=True), ckpt_path="last", **how)
+    assert second.trained_steps[0] == 8
+    for epoch, weight in enumerate([*first.weights_in_evaluation, *second.weights_in_evaluation]):
+        found = SnapshotCheckpointIO().load_checkpoint(f"{cloud.folder}/epoch={epoch}.ckpt")
+        assert found["epoch"] == epoch
+        assert torch.equal(found["state_dict"]["net.0.weight"], weight)
+
+
 def test_a_link_becomes_a_copy_that_outlives_its_source(fit, cloud):
     # With a dirpath in a bucket, Lightning itself refuses save_last="link"; not so where that comes from the Trainer.
     how = {"dirpath": None, "monitor": "score", "save_top_k": 1, "filename": "{epoch}", "save_last": "link"}
@@ -82,6 +100,48 @@ def test_a_link_becomes_a_copy_that_outlives_its_source(fit, cloud):
     assert difference(io.load_checkpoint(f"{folder}/last.ckpt"), best) is None
     _, _, trainer = fit(4, ckpt_path="last", **how)
     assert trainer.ckpt_path == f"{folder}/last.ckpt"
+
+
+@pytest.fixture
+def commit_that_fails(cloud, proxy):
+    """Lets each save to a path with ``epoch1`` in it fail at its end. Gives the options to reach the store with."""
+    pattern = re.compile("(PUT|POST) .*epoch1.*snapshot")
+    proxy.fault = lambda request: Answer(500) if pattern.match(f"{request.method} {request.path}") else None
+    return {**cloud.server.options(proxy.endpoint), "retry_config": {"max_retries": 0}}
+
+
+_LINKS = {"dirpath": None, "filename": "epoch{epoch}", "auto_insert_metric_name": False, "save_last": "link"}
+
+
+@pytest.mark.parametrize(("max_epochs", "good"), [(2, 0), (3, 2)])
+def test_a_save_behind_training_that_fails_is_not_copied(
+    fit, cloud, proxy, commit_that_fails, namespace, monkeypatch, max_epochs, good
+):
+    monkeypatch.setattr(namespace.pl.callbacks.ModelCheckpoint, "CHECKPOINT_NAME_LAST", "last{epoch}")
+    plugin = SnapshotCheckpointIO(storage_options=commit_that_fails, async_save=True, on_error="warn")
+    _, checkpoint, _ = fit(max_epochs, plugin=plugin, **_LINKS)
+    assert proxy.faults
+    names = [f"epoch{good}.ckpt", f"last{good}.ckpt"]
+    assert list_names(f"{cloud.folder}/checkpoints") == names
+    paths = [f"{cloud.folder}/checkpoints/{name}" for name in names]
+    assert [checkpoint.best_model_path, checkpoint.last_model_path] == paths
+    assert [SnapshotCheckpointIO().load_checkpoint(path)["epoch"] for path in paths] == [good, good]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_after_a_save_that_fails_the_last_link_is_good(fit, cloud, proxy, commit_that_fails, async_save):
+    folder = f"{cloud.folder}/checkpoints"
+    plugin = SnapshotCheckpointIO(storage_options=commit_that_fails, async_save=async_save)
+    fit(1, plugin=plugin, **_LINKS)
+    with pytest.raises(StorageError, match=r"epoch1\.ckpt"):
+        fit(2, plugin=plugin, ckpt_path="last", **_LINKS)
+    assert list_names(folder) == ["epoch0.ckpt", "last.ckpt"]
+    assert SnapshotCheckpointIO().load_checkpoint(f"{folder}/last.ckpt")["epoch"] == 0
+    proxy.fault = None
+    model, checkpoint, _ = fit(2, plugin=plugin, ckpt_path="last", **_LINKS)
+    assert model.trained_steps[0] == 4
+    assert "epoch1.ckpt" in list_names(folder)
+    assert SnapshotCheckpointIO().load_checkpoint(checkpoint.last_model_path)["epoch"] == 1
 
 
 def test_load_from_checkpoint(cls, fit, cloud, make_trainer):
@@ -205,3 +265,20 @@ def test_a_trainer_on_two_ranks(s3):
     steps = run_ranks(ranks.train_and_resume, 2, "lightning", s3.folder, s3.server.environment())
     assert steps == [8, 8]
     assert list_names(s3.folder, s3.options) == ["epoch=0-step=8.ckpt", "epoch=1-step=16.ckpt", "last.ckpt"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("cloud", ["s3"], indirect=True)  # to spawn takes long
+def test_two_ranks_that_are_spawned_save_and_resume(fit, cloud):
+    how = {"save_top_k": -1, "save_last": True}
+    fit(1, **how)
+    fit(2, ckpt_path="last", how={"devices": 2, "limit_val_batches": 0, "strategy": "ddp_spawn"}, **how)
+    # Two ranks need half as many steps for an epoch. Had they begun anew, there would be one of two steps.
+    assert list_names(cloud.folder) == ["epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt", "last.ckpt"]
+    assert Snapshot(f"{cloud.folder}/last.ckpt").metadata.world_size == 2
+
+
+@pytest.mark.distributed
+def test_all_ranks_hear_that_a_link_cannot_be_made(s3):
+    texts = run_ranks(ranks.fail_to_link, 2, "lightning", s3.folder, s3.server.environment())
+    assert all("last.ckpt" in text for text in texts)

@@ -56,6 +56,11 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         self.save_gradients = save_gradients
         find_last_in_buckets()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a process that Lightning has spawned."""
+        self.__dict__.update(state)
+        find_last_in_buckets()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called right before Lightning restores a checkpoint."""
         plugin = plugin_of(trainer.strategy)
@@ -224,6 +229,8 @@ def _resume_of(trainer: Any) -> Resume | None:
 def _is_taken(checkpoint: Any, behind: SavesBehindTraining, filepath: Any, trainer: Any) -> Any:
     """`ModelCheckpoint.file_exists`, for which a name is free again once the checkpoint of that name was to go."""
     behind.wait_for_removal(os.fspath(filepath))
+    # It may remember what was in the folder of a bucket before our last save, which goes another way.
+    checkpoint._fs.invalidate_cache()  # noqa: SLF001  # Lightning has no other way
     return type(checkpoint).file_exists(checkpoint, filepath, trainer)
 
 

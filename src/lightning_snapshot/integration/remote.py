@@ -4,21 +4,19 @@ Lightning looks for the ``"last"`` checkpoint by the times of folders, and links
 bucket has neither times of folders nor links.
 """
 
-import logging
 import os
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning_snapshot.errors import SnapshotError
 from lightning_snapshot.integration.namespaces import modules
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
 from lightning_snapshot.integration.wiring import plugin_of
 from lightning_snapshot.storage import copy_snapshot, list_published, local_path, open_storage
 
 __all__ = ["copy_instead_of_link", "find_last_in_buckets"]
-
-_logger = logging.getLogger("lightning_snapshot")
 
 
 def copy_instead_of_link(trainer: Any) -> None:
@@ -31,11 +29,23 @@ def copy_instead_of_link(trainer: Any) -> None:
 
 
 def _save_last(callback: Any, trainer: Any, monitor_candidates: Any) -> None:
+    if callback.save_top_k != 0 and not _is_saved(trainer, callback._last_checkpoint_saved):  # noqa: SLF001  # see above
+        return  # the last copy stays; Lightning would remove it for the new one
     callback.save_last = "link"
     try:
         type(callback)._save_last_checkpoint(callback, trainer, monitor_candidates)  # noqa: SLF001  # see above
     finally:
         callback.save_last = True
+
+
+def _is_saved(trainer: Any, path: str) -> bool:
+    """Whether what is to be copied is there: a save behind training may have failed. Nothing to copy is no failure."""
+    plugin = plugin_of(trainer.strategy)
+    if plugin is None or not path:
+        return True
+    plugin.wait()
+    storage = open_storage(path, plugin.storage_options)
+    return bool(_on_rank_0(trainer, storage.is_snapshot))
 
 
 def _bucket_folder(callback: Any, trainer: Any) -> str:
@@ -48,12 +58,21 @@ def _bucket_folder(callback: Any, trainer: Any) -> str:
 def _copy_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
     plugin = plugin_of(trainer.strategy)
     if plugin is not None and filepath != linkpath:
-        # On all ranks, so that all raise if the save has failed. If that is only warned of, there is nothing to copy.
-        plugin.wait()
-        options = plugin.storage_options
-        if trainer.is_global_zero and open_storage(filepath, options).is_snapshot():
-            copy_snapshot(filepath, linkpath, options)
-    trainer.strategy.barrier()
+        _on_rank_0(trainer, partial(copy_snapshot, filepath, linkpath, plugin.storage_options))
+
+
+def _on_rank_0(trainer: Any, action: Callable[[], Any]) -> Any:
+    """What something gives on rank 0, or its error, on all ranks: none must wait for one that has failed."""
+    result = error = None
+    if trainer.is_global_zero:
+        try:
+            result = action()
+        except SnapshotError as caught:
+            error = caught
+    result, error = trainer.strategy.broadcast((result, error))
+    if error is not None:
+        raise error
+    return result
 
 
 def find_last_in_buckets() -> None:
