@@ -19,7 +19,7 @@ from memory import _extra_bytes
 from peers import Ours, Peer, TorchSnapshot, _copy, torchsnapshot
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from lightning_snapshot import Snapshot
+from lightning_snapshot import Snapshot, SnapshotCheckpointIO
 from lightning_snapshot.storage import open_storage
 
 _LATENCY_SECONDS = 0.02
@@ -27,10 +27,19 @@ _URL = "s3://models/checkpoint"
 _FULL_BYTES = 2**30
 _ONE = "blocks.3.mlp.up"
 _READ_BYTES = 4 * 2**20
+_UNSIGNED = {"unsigned_payload": True}
 
 # The goals of this one.
 common.AT_LEAST |= {"save_vs_lightning": 3.0, "save_vs_torchsnapshot": 3.0, "load_vs_lightning": 3.0}
 common.AT_MOST |= {"extra_bytes": 128 * 2**20}
+
+
+class Unsigned(Ours):
+    name = f"{OURS}, unsigned_payload"
+    settings = "the same, and what is sent is not hashed for the signature"
+
+    def __init__(self) -> None:
+        self._plugin = SnapshotCheckpointIO(storage_options=_UNSIGNED)
 
 
 class LightningDefault(Peer):
@@ -76,13 +85,13 @@ class Raw(Peer):
 
 
 def _store() -> Any:
-    return open_storage(_URL).place.bucket._store
+    return open_storage(_URL, _UNSIGNED).place.bucket._store
 
 
 class Emulator:
     """`s3_server`, in a process of its own. Everybody finds it through the environment.
 
-    Nobody hashes what is sent for the signature, as nobody does by default where there is TLS.
+    Those who go through botocore do not hash what they send for the signature, as by default where there is TLS.
     """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -98,7 +107,6 @@ class Emulator:
                 "AWS_ENDPOINT_URL": self._line(),
                 "AWS_REGION": "us-east-1",
                 "AWS_SECRET_ACCESS_KEY": "secret",
-                "AWS_UNSIGNED_PAYLOAD": "true",
             }
         )
 
@@ -164,7 +172,7 @@ def main() -> None:
     arguments = common.parse_arguments(__doc__ or "")
     # 2.25 GiB times this is 1 GiB.
     state = common.state_a(arguments.scale * _FULL_BYTES / (2.25 * 2**30))
-    peers = [Ours(), LightningDefault(), TorchSnapshot(), DistributedCheckpoint(), Raw()]
+    peers = [Ours(), Unsigned(), LightningDefault(), TorchSnapshot(), DistributedCheckpoint(), Raw()]
     with common.scratch(arguments.dir) as folder, ExitStack() as stack:
         emulator = Emulator(folder, stack)
         benchmark = Benchmark(emulator, state)
