@@ -49,11 +49,12 @@ class Case:
     strategy: str = "plain"
     trainer: tuple[tuple[str, Any], ...] = ()
     callback: tuple[tuple[str, Any], ...] = ()
+    changes_at_epochs: bool = False
 
     def __str__(self) -> str:
         parts = [self.loader, self.sampler, f"{self.workers}w", f"{self.ranks}r", self.moment.replace(" ", "-")]
         parts += ["async"] * self.is_async + [self.namespace] * (self.namespace != "lightning")
-        parts += [self.strategy] * (self.strategy != "plain")
+        parts += [self.strategy] * (self.strategy != "plain") + ["changes"] * self.changes_at_epochs
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.trainer)])
 
 
@@ -292,7 +293,7 @@ def _saver(pl: Any, run: Run, path: Path, case: Case) -> Any:
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if moment == "mid-epoch" and trainer.current_epoch == 1 and batch_idx == 2:
                 self._save(trainer)
-            if moment == "second batch" and trainer.current_epoch == 1 and batch_idx == 1:
+            if trainer.current_epoch == 1 and {"next epoch": 0, "second batch": 1}.get(moment) == batch_idx:
                 self._save(trainer)
             if moment == "first batch" and batch_idx == 0:
                 self._save(trainer)
@@ -318,13 +319,27 @@ def _saver(pl: Any, run: Run, path: Path, case: Case) -> Any:
     return Saver()
 
 
+def _changing_at_epochs(pl: Any) -> list[Any]:
+    """Callbacks that do something when the second epoch begins."""
+
+    class Finetuning(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.make_trainable(module.net[0])
+
+    return [Finetuning(), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
 def fit(case: Case, folder: Path, *, seed: int, ckpt_path: Path | None = None, saves_to: Path | None = None) -> Run:
     """Fit; in vain if the run is to be stopped."""
     pl = pl_of(case.namespace)
     pl.seed_everything(seed, verbose=False)
     module = module_of(case)
     run = Run(module, None)
-    callbacks = [SnapshotCallback(**dict(case.callback))]
+    callbacks = [SnapshotCallback(**dict(case.callback)), *(_changing_at_epochs(pl) if case.changes_at_epochs else ())]
     if saves_to is not None:
         callbacks.append(_saver(pl, run, saves_to, case))
     run.trainer = make_trainer(

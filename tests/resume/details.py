@@ -1,8 +1,10 @@
 """What the ranks of the smaller tests do."""
 
 import contextlib
+import copy
 import io
 import json
+import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_snapshot import ResumeState, SnapshotCallback, SnapshotCheckpointIO, attach
+from lightning_snapshot.errors import TargetMismatchError
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
 from tests.lightning.models import difference
 from tests.lightning.ranks.worlds import heard_warnings, make_trainer, pl_of
@@ -77,6 +80,38 @@ def other_layout(rank: int, folder: Path) -> list[str]:
 def _after_two_of_four(strategy: str, save_gradients: bool) -> Case:
     how = {"trainer": (("accumulate_grad_batches", 4),), "callback": (("save_gradients", save_gradients),)}
     return Case(moment="second batch", ranks=torch.distributed.get_world_size(), strategy=strategy, **how)
+
+
+# --- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def copied_loader(rank: int, folder: Path) -> list[bool]:
+    """What is a copy of a loader after a training."""
+    join()
+    loader = fit(Case(sampler="sequential"), folder, seed=1).trainer.train_dataloader
+    copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+    return [type(each) is DataLoader and len(list(each)) == len(loader) for each in copies]
+
+
+def other_kind(rank: int, folder: Path) -> str:
+    """Save with a plain loader, and resume with one that has a state."""
+    join()
+    path = folder / "a.ckpt"
+    fit(Case(), folder, seed=1, saves_to=path)
+    try:
+        fit(Case("stateful"), folder, seed=1, ckpt_path=path)
+    except TargetMismatchError as error:
+        return str(error)
+    return ""
+
+
+def cut_short(rank: int, folder: Path, limit: int) -> list[str]:
+    """Save at the end of an epoch that may not be a whole pass, with workers that live on."""
+    join()
+    case = Case(sampler="persistent", workers=2, moment="epoch end", trainer=(("limit_train_batches", limit),))
+    with heard_warnings() as texts:
+        fit(case, folder, seed=1, saves_to=folder / "a.ckpt")
+    return [text for text in texts if "persistent workers" in text]
 
 
 # --- another number of ranks -----------------------------------------------------------------------------------------

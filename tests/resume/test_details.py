@@ -31,6 +31,22 @@ def test_gradients_do_not_go_to_parameters_that_are_spread_in_another_way(tmp_pa
     assert sum("gradients that were being accumulated are not restored" in text for text in texts) == 1
 
 
+def test_a_copy_of_a_loader_is_the_loader_that_nobody_has_followed(tmp_path):
+    assert run_ranks(details.copied_loader, 1, tmp_path) == [[True, True]]
+
+
+def test_a_loader_that_has_a_state_now_is_named(tmp_path):
+    (text,) = run_ranks(details.other_kind, 1, tmp_path)
+    assert "expected states for 1 training data loaders, found 0" in text
+    assert "loader_state=False" in text
+
+
+@pytest.mark.parametrize(("limit", "count"), [(5, 1), (12, 0)])
+def test_what_workers_have_made_in_vain_is_said(tmp_path, limit, count):
+    (texts,) = run_ranks(details.cut_short, 1, tmp_path, limit)
+    assert len(texts) == count
+
+
 def test_without_the_gradients_of_an_open_window_both_runs_say_so(tmp_path):
     ((found, texts),) = run_ranks(details.open_window, 1, tmp_path, False)
     assert found is not None

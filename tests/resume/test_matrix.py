@@ -22,6 +22,7 @@ SAMPLERS = {
 STEPS = (("max_epochs", -1), ("max_steps", 30))
 KEPT = (("save_gradients", True),)
 WINDOWS = (("accumulate_grad_batches", 3), ("val_check_interval", 3))
+CUT_SHORT = Case(sampler="persistent", workers=2, moment="next epoch", trainer=(("limit_train_batches", 5),))
 OPEN_WINDOWS = (("accumulate_grad_batches", 4), ("val_check_interval", 3))
 
 
@@ -35,8 +36,10 @@ def _cases():
         yield Case("several", mode, workers, 1, moment)
     for moment, how in product(MOMENTS, (STEPS, WINDOWS, OPEN_WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
         yield Case(moment=moment, trainer=how, callback=KEPT)
+    yield CUT_SHORT
     for moment in MOMENTS[:3]:
         yield Case(sampler="persistent", workers=2, moment=moment)
+        yield Case(moment=moment, changes_at_epochs=True, callback=KEPT)
         yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
         yield Case(ranks=2, moment=moment, namespace="pytorch_lightning")
     spread = (("fsdp2", "lightning"), ("fsdp2", "pytorch_lightning"), ("fsdp1", "lightning"), ("tp", "lightning"))
@@ -66,6 +69,8 @@ SAMPLE = [
     Case(namespace="pytorch_lightning"),
     Case(workers=2),
     Case(sampler="persistent", workers=2, moment="epoch end"),
+    CUT_SHORT,
+    *(Case(moment=moment, changes_at_epochs=True, callback=KEPT) for moment in ("mid-epoch", "epoch end")),
     Case("stateful", "stream", workers=2),
     *(Case(ranks=2, moment=moment, is_async=True) for moment in MOMENTS[:3]),
     Case("stateful", "stream", ranks=2),

@@ -93,6 +93,14 @@ class TrainingLoaders:
         """Names of loaders that cannot be brought back to where they were."""
         return (f"{type(each).__name__} over {type(each.dataset).__name__}" for each in self._all if _is_at_sea(each))
 
+    def cut_short(self) -> Iterator[str]:
+        """Names of loaders whose workers live on and have made more than was asked for in the last pass."""
+        for loader in self._all:
+            its_pass = pass_of(loader)
+            lives_on = has_indices(loader) and loader.persistent_workers
+            if its_pass is not None and lives_on and its_pass.batches < len(loader):
+                yield type(loader).__name__
+
     def deal_anew(self, state: dict[str, Any], rank: int, world_size: int) -> bool:
         """Let the loaders read the rest of an epoch that was begun with another number of ranks.
 
@@ -120,7 +128,7 @@ class TrainingLoaders:
             state: As it was when all batches of the last epoch had been read.
             ends_epoch: Let Lightning find no batch until then.
         """
-        states = iter(state["states"])
+        states = self._states(state)
         for loader, its_pass, generators in self._with(state):
             if isinstance(loader, Stateful):
                 _load_finished(loader, next(states))
@@ -139,7 +147,7 @@ class TrainingLoaders:
             state: As it was then.
             epoch: What samplers are told.
         """
-        states = iter(state["states"])
+        states = self._states(state)
         for loader, its_pass, _ in self._with(state):
             set_epoch(loader, epoch)
             counted = its_pass
@@ -167,6 +175,17 @@ class TrainingLoaders:
         rng.restore(state["rng"])
         if hasattr(fetcher, "batches") and fetcher.length is None:
             _read_ahead(fetcher, ahead)
+
+    def _states(self, state: dict[str, Any]) -> Iterator[Any]:
+        """Of the loaders that have one."""
+        states, expected = state["states"], sum(isinstance(each, Stateful) for each in self._all)
+        if len(states) < expected:
+            msg = (
+                f"expected states for {expected} training data loaders, found {len(states)}: they were of another kind "
+                "when the snapshot was saved; SnapshotCallback(loader_state=False) resumes without their positions"
+            )
+            raise TargetMismatchError(msg)
+        return iter(states)
 
     def _with(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, list[Any]]]:
         loaders = self._all

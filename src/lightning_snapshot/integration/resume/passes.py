@@ -23,6 +23,8 @@ __all__ = ["follow", "go_on", "go_on_with", "has_indices", "keep_workers", "pass
 # A class that begins its passes in its own way is left alone.
 _HOOKS = ("__iter__", "_get_iterator", "_index_sampler")
 _HOMES = {"torch", "torchdata"}
+# What is added to a loader that is followed.
+_OWN = frozenset({"_pass", "_sends", "_coming_pass", "_coming_share", "_coming_workers"})
 
 
 def follow(loader: object, *, with_workers: bool = True) -> None:
@@ -125,16 +127,29 @@ def _following(cls: Any) -> Any:
         with sending(self):
             return receiving(make(), self) if isinstance(self, Stateful) else Workers(self)
 
+    def reduce(self: Any, protocol: Any) -> Any:
+        # A copy, in this process or another one, is the loader that nobody has followed.
+        copied = cls.__new__(cls)
+        copied.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
+        make, arguments, *rest = copied.__reduce_ex__(protocol)
+        return (_made, (make, arguments), *rest)
+
     names = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__iter__": begin,
+        "__reduce_ex__": reduce,
         "_follows": True,
         "_get_iterator": get_iterator,
         "_index_sampler": property(index_sampler),
     }
     following: Any = type(cls.__name__, (cls,), names)
     return following
+
+
+def _made(make: Any, arguments: Any) -> Any:
+    # pickle would refuse the function that it makes objects with for one of another class.
+    return make(*arguments)
 
 
 def _next_pass(loader: Any) -> Pass:

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
-from lightning_snapshot.integration.resume import gradients, metrics, rng
+from lightning_snapshot.integration.resume import callbacks, gradients, metrics, rng
 from lightning_snapshot.integration.resume.loaders import TrainingLoaders
 from lightning_snapshot.integration.resume.passes import follow, pass_of
 from lightning_snapshot.integration.resume.progress import Progress
@@ -105,6 +105,7 @@ class Resume:
             "validation_generators": rng.storable(moment["generators"]),
             "metrics": self._metrics(moment["metrics"], validation, progress),
             "gradients": self._gradients(progress),
+            "frozen": callbacks.frozen(self._trainer),
             "loaders": self._loader_states(checkpoint, progress),
         }
 
@@ -136,7 +137,15 @@ class Resume:
         # Lightning has stored the states as they are after the batch that it has read ahead.
         if state["states"]:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = state["states"]
-        if not (progress.is_epoch_end or progress.is_last_batch):
+        if progress.is_epoch_end or progress.is_last_batch:
+            for name in self._loaders.cut_short():
+                self._say_once(
+                    "the random numbers that the persistent workers of %s have at the end of an epoch are not known, "
+                    "because limit_train_batches leaves out batches that they have made: after a resume, random "
+                    "transforms have others",
+                    name,
+                )
+        else:
             for name in self._loaders.unpositioned():
                 self._say_once(
                     "%s cannot be brought back to where it was: after a resume, this epoch begins with its first batch "
@@ -195,6 +204,7 @@ class Resume:
         if state is None or progress is None:
             return
         loop._last_train_dl_reload_epoch = state["reload_epoch"]  # noqa: SLF001  # as above
+        callbacks.catch_up(self._trainer, state["frozen"])
         if progress.is_epoch_end:
             progress.begin_epoch(loop)
         else:

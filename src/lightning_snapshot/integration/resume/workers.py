@@ -105,7 +105,15 @@ class Workers(_MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002  # as torch calls it
         self._finished = False
+        self._discards = True
         super()._reset(loader, first_iter)
+        self._discards = False
+
+    def _get_data(self) -> Any:
+        index, sent = super()._get_data()  # type: ignore[no-untyped-call]  # torch has no types here
+        if self._discards:  # batches that were made for the last pass, for which workers have drawn numbers
+            _unpacked(sent, self._loader())
+        return index, sent
 
     def _next_data(self) -> Any:
         try:
