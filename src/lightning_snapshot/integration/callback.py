@@ -76,7 +76,7 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         plugin.behind.optimizers = lambda: trainer.optimizers
         plugin.behind.rankings = Rankings(trainer)
         for checkpoint in trainer.checkpoint_callbacks:
-            if hasattr(checkpoint, "file_exists"):
+            if hasattr(checkpoint, "file_exists") and hasattr(checkpoint, "_fs"):
                 checkpoint.file_exists = partial(_is_taken, checkpoint, plugin.behind)
         if not _may_edit_checkpoint(trainer, pl_module):
 

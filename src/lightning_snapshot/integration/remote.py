@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_snapshot.errors import SnapshotError
+from lightning_snapshot.errors import error_from_report, report_of_error
 from lightning_snapshot.integration.namespaces import modules
 from lightning_snapshot.integration.plugin import SnapshotCheckpointIO
 from lightning_snapshot.integration.wiring import plugin_of
@@ -43,9 +43,12 @@ def _is_saved(trainer: Any, path: str) -> bool:
     plugin = plugin_of(trainer.strategy)
     if plugin is None or not path:
         return True
-    plugin.wait()
-    storage = open_storage(path, plugin.storage_options)
-    return bool(_on_rank_0(trainer, storage.is_snapshot))
+
+    def ask() -> bool:
+        plugin.wait()
+        return open_storage(path, plugin.storage_options).is_snapshot()
+
+    return bool(_on_rank_0(trainer, ask))
 
 
 def _bucket_folder(callback: Any, trainer: Any) -> str:
@@ -63,15 +66,16 @@ def _copy_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
 
 def _on_rank_0(trainer: Any, action: Callable[[], Any]) -> Any:
     """What something gives on rank 0, or its error, on all ranks: none must wait for one that has failed."""
-    result = error = None
+    result = None
     if trainer.is_global_zero:
         try:
             result = action()
-        except SnapshotError as caught:
-            error = caught
-    result, error = trainer.strategy.broadcast((result, error))
-    if error is not None:
-        raise error
+        except Exception as error:
+            trainer.strategy.broadcast((None, report_of_error(0, error)))
+            raise
+    result, report = trainer.strategy.broadcast((result, None))
+    if report is not None:
+        raise error_from_report(report)
     return result
 
 

@@ -204,7 +204,7 @@ class Resume:
         if state is None or progress is None:
             return
         loop._last_train_dl_reload_epoch = state["reload_epoch"]  # noqa: SLF001  # as above
-        callbacks.catch_up(self._trainer, state["frozen"])
+        callbacks.catch_up(self._trainer, state.get("frozen"))
         if progress.is_epoch_end:
             progress.begin_epoch(loop)
         else:
