@@ -104,6 +104,37 @@ class Stream(IterableDataset):
         self._position = state["position"]
 
 
+class Counting:
+    """A loader of nobody's kind, with a state, that begins anew at each ``iter`` but the first after a load."""
+
+    def __init__(self) -> None:
+        self._position = self._coming = 0
+
+    def __iter__(self):
+        self._position, self._coming = self._coming, 0
+        return self
+
+    def __next__(self):
+        if self._position == SAMPLES // BATCH_SIZE:
+            self._position = 0
+            raise StopIteration
+        self._position += 1
+        return {"id": torch.tensor([self._position]), "x": torch.rand(1, 3)}
+
+    def state_dict(self):
+        return {"position": self._position}
+
+    def load_state_dict(self, state):
+        self._coming = state["position"]
+
+
+class CountingWithLength(Counting):
+    """Lightning reads this one no further than its length, so it never comes to its end."""
+
+    def __len__(self):
+        return SAMPLES // BATCH_SIZE
+
+
 class BatchesOfNumpy(Sampler):
     """Takes its order from numpy, when it begins."""
 
@@ -137,14 +168,20 @@ def loaders_of(case: Case) -> Any:
         node = nodes.SamplerWrapper(sampler)
         node = nodes.ParallelMapper(node, Numbers(False).__getitem__, num_workers=case.workers, method="thread")
         return nodes.Loader(nodes.ParallelMapper(nodes.Batcher(node, BATCH_SIZE), _collate, num_workers=0))
+    if case.loader == "own":
+        return CountingWithLength() if case.sampler == "with length" else Counting()
     cls = {"plain": DataLoader, "stateful": StatefulDataLoader}[case.loader]
     how: dict[str, Any] = {"num_workers": case.workers}
     data: Any = Numbers()
     if case.sampler == "batches":
         return cls(data, batch_sampler=BatchesOfNumpy(), **how)
-    if case.sampler == "stream":
-        data = Stream(12)
-    elif case.sampler == "random":
+    if "persistent" in case.sampler:
+        how |= {"persistent_workers": True, "prefetch_factor": 3}
+    if "rare states" in case.sampler:
+        how["snapshot_every_n_steps"] = 3
+    if "stream" in case.sampler:
+        data = Stream(40 if "long" in case.sampler else 12)
+    elif case.sampler in ("random", "persistent", "rare states"):
         how["shuffle"] = True
     elif case.sampler == "generator":
         how |= {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
@@ -152,8 +189,6 @@ def loaders_of(case: Case) -> Any:
         how["sampler"] = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES)
     elif case.sampler == "distributed":
         how["sampler"] = DistributedSampler(data, num_replicas=case.ranks, rank=_rank(), seed=5)
-    elif case.sampler == "persistent":
-        how |= {"shuffle": True, "persistent_workers": True, "prefetch_factor": 3}
     elif case.sampler == "unbatched":
         return cls(data, batch_size=None, sampler=RandomSampler(data), **how)
     else:

@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_snapshot import ResumeState, SnapshotCallback, SnapshotCheckpointIO, attach
 from lightning_snapshot.errors import TargetMismatchError
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
+from lightning_snapshot.integration.resume.passes import follow, settle
 from tests.lightning.models import difference
 from tests.lightning.ranks.worlds import heard_warnings, make_trainer, pl_of
 from tests.resume import cases
@@ -105,13 +107,53 @@ def other_kind(rank: int, folder: Path) -> str:
     return ""
 
 
-def cut_short(rank: int, folder: Path, limit: int) -> list[str]:
-    """Save at the end of an epoch that may not be a whole pass, with workers that live on."""
+def old_states(rank: int, folder: Path, sampler: str) -> list[str]:
+    """Save at the end of an epoch with data sets in workers that live on."""
     join()
-    case = Case(sampler="persistent", workers=2, moment="epoch end", trainer=(("limit_train_batches", limit),))
+    case = Case("stateful", sampler, workers=2, moment="epoch end", trainer=(("limit_train_batches", 5),))
     with heard_warnings() as texts:
         fit(case, folder, seed=1, saves_to=folder / "a.ckpt")
     return [text for text in texts if "persistent workers" in text]
+
+
+class Uneven(IterableDataset):
+    """Two workers that give four and nine samples."""
+
+    def __iter__(self):
+        return iter(range((4, 9)[torch.utils.data.get_worker_info().id]))
+
+
+def settled(rank: int) -> list[str]:
+    """Settle after each number of batches, and compare what is read with what another loader gives."""
+    join()
+    found = []
+    for cls, data, batches in product((DataLoader, StatefulDataLoader), (range(19), Uneven()), range(8)):
+        loaders = [cls(data, batch_size=2, num_workers=2, persistent_workers=True) for _ in range(2)]
+        follow(loaders[0])
+        passes = iter(loaders[0])
+        read = [next(passes) for _ in range(batches)]
+        settle(loaders[0])
+        texts = [str([*read, *passes]), str(list(loaders[0]))]
+        found += [f"{cls.__name__}, {data}, {batches}: {text}" for text in texts if text != str(list(loaders[1]))]
+    return found
+
+
+def bytes_in_a_state(rank: int) -> list[dict[str, Any]]:
+    """What a loader of one's own gets back of what it gave."""
+
+    class Marked(cases.Counting):
+        state: Any = None
+
+        def state_dict(self):
+            return {"position": 0, "mark": b"abc", "array": [b"d"]}
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    loader = Marked()
+    resume = ResumeState(loader)
+    resume.load_state_dict(resume.state_dict())
+    return [loader.state, loader.state_dict()]
 
 
 # --- another number of ranks -----------------------------------------------------------------------------------------
@@ -273,6 +315,7 @@ def _loop(folder: Path, kind: str, world_size: int, *, seed: int, saves_at=None,
         "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False)),
         "persistent": lambda: DataLoader(data, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
         "stateful": lambda: StatefulDataLoader(data, batch_size=2, shuffle=world_size == 1),
+        "stream": lambda: StatefulDataLoader(cases.Stream(10), batch_size=2, num_workers=1, persistent_workers=True),
     }[kind]()
     loader = fabric.setup_dataloaders(plain)
     resume = ResumeState(loader)

@@ -41,10 +41,22 @@ def test_a_loader_that_has_a_state_now_is_named(tmp_path):
     assert "loader_state=False" in text
 
 
-@pytest.mark.parametrize(("limit", "count"), [(5, 1), (12, 0)])
-def test_what_workers_have_made_in_vain_is_said(tmp_path, limit, count):
-    (texts,) = run_ranks(details.cut_short, 1, tmp_path, limit)
+@pytest.mark.parametrize(
+    ("sampler", "count"),
+    [("persistent long stream", 0), ("persistent rare states", 0), ("persistent rare states long stream", 1)],
+)
+def test_states_that_workers_have_not_told_are_named(tmp_path, sampler, count):
+    (texts,) = run_ranks(details.old_states, 1, tmp_path, sampler)
     assert len(texts) == count
+
+
+def test_waiting_for_workers_changes_nothing_of_what_is_read():
+    assert run_ranks(details.settled, 1, timeout_seconds=300) == [[]]
+
+
+def test_bytes_in_the_state_of_a_loader_stay_bytes():
+    ((found, expected),) = run_ranks(details.bytes_in_a_state, 1)
+    assert found == expected
 
 
 def test_without_the_gradients_of_an_open_window_both_runs_say_so(tmp_path):
@@ -158,6 +170,7 @@ def test_checkpoints_without_it_load_and_it_is_plain_data(tmp_path):
         ("stateful", 1, (1, 15)),
         ("stateful", 1, (1, -1)),
         ("stateful", 2, (1, 8)),
+        ("stream", 1, (1, -1)),
     ],
 )
 def test_a_loop_of_ones_own(tmp_path, kind, ranks, stops_at):

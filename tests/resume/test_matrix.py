@@ -22,7 +22,20 @@ SAMPLERS = {
 STEPS = (("max_epochs", -1), ("max_steps", 30))
 KEPT = (("save_gradients", True),)
 WINDOWS = (("accumulate_grad_batches", 3), ("val_check_interval", 3))
-CUT_SHORT = Case(sampler="persistent", workers=2, moment="next epoch", trainer=(("limit_train_batches", 5),))
+CUT_SHORT = (("limit_train_batches", 5),)
+# Workers that live on, passes that end before the loader does, and states that a loader does not note at each batch.
+UNEVEN = (
+    *(Case("stateful", sampler, workers=2) for sampler in ("persistent", "persistent stream")),
+    *(
+        Case("stateful", sampler, workers=2)
+        for sampler in ("rare states", "rare states stream", "persistent rare states")
+    ),
+    *(Case(loader, "persistent", workers=2, trainer=CUT_SHORT) for loader in ("plain", "stateful")),
+    *(Case("stateful", sampler, workers=2, trainer=CUT_SHORT) for sampler in ("random", "persistent long stream")),
+    Case("stateful", "long stream", trainer=CUT_SHORT),
+    *(Case("nodes", "distributed", workers=workers, trainer=CUT_SHORT) for workers in (0, 2)),
+    *(Case("own", sampler, trainer=how) for sampler in ("", "with length") for how in ((), CUT_SHORT)),
+)
 OPEN_WINDOWS = (("accumulate_grad_batches", 4), ("val_check_interval", 3))
 
 
@@ -36,7 +49,8 @@ def _cases():
         yield Case("several", mode, workers, 1, moment)
     for moment, how in product(MOMENTS, (STEPS, WINDOWS, OPEN_WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
         yield Case(moment=moment, trainer=how, callback=KEPT)
-    yield CUT_SHORT
+    for case, moment in product(UNEVEN, (*MOMENTS, "next epoch", "second batch")):
+        yield replace(case, moment=moment)
     for moment in MOMENTS[:3]:
         yield Case(sampler="persistent", workers=2, moment=moment)
         yield Case(moment=moment, changes_at_epochs=True, callback=KEPT)
@@ -69,7 +83,12 @@ SAMPLE = [
     Case(namespace="pytorch_lightning"),
     Case(workers=2),
     Case(sampler="persistent", workers=2, moment="epoch end"),
-    CUT_SHORT,
+    *(Case("stateful", "persistent long stream", 2, moment=moment, trainer=CUT_SHORT) for moment in MOMENTS[1:3]),
+    Case("plain", "persistent", workers=2, moment="next epoch", trainer=CUT_SHORT),
+    Case("nodes", "distributed", moment="epoch end", trainer=CUT_SHORT),
+    Case("own", "with length", moment="epoch end"),
+    Case("stateful", "persistent stream", workers=2, moment="last batch"),
+    Case("stateful", "rare states", workers=2, moment="second batch"),
     *(Case(moment=moment, changes_at_epochs=True, callback=KEPT) for moment in ("mid-epoch", "epoch end")),
     Case("stateful", "stream", workers=2),
     *(Case(ranks=2, moment=moment, is_async=True) for moment in MOMENTS[:3]),

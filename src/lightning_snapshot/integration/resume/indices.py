@@ -30,7 +30,9 @@ class Pass:
         digest: Of the indices of these; to see whether the sampler gives them again.
         after: Random numbers to go on with when these are passed over.
         share: What is read in place of what the sampler gives, if the number of ranks has changed in the epoch.
-        workers: Worker → its random numbers after the last batch that came from it.
+        workers: Worker → its random numbers after the last batch that came from it; of a loader with a state, the last
+            one that is in its state.
+        data_sets: Worker → state that its data set is to begin with.
         is_again: Whether it goes on where one in an earlier process was.
         repeats_sampling: Whether the sampler is to begin with ``sampling``.
         indices: What its indices come from, if it has any.
@@ -48,6 +50,7 @@ class Pass:
     after: Rng | None = None
     share: Share | None = None
     workers: dict[int, Rng] = field(default_factory=dict)
+    data_sets: dict[int, Any] = field(default_factory=dict)
     is_again: bool = False
     repeats_sampling: bool = False
     indices: "_IndexIterator | None" = None

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_snapshot.errors import TargetMismatchError
 from lightning_snapshot.integration.resume import rng
-from lightning_snapshot.integration.resume.passes import go_on, go_on_with, has_indices, keep_workers, pass_of
+from lightning_snapshot.integration.resume.passes import go_on, go_on_with, has_indices, keep_workers, pass_of, settle
 from lightning_snapshot.integration.resume.rng import Rng, generators_of
 from lightning_snapshot.integration.resume.shares import batches_of, distributed_sampler, share_after, share_of
 from lightning_snapshot.stateful import Stateful
@@ -54,13 +54,19 @@ class TrainingLoaders:
             fetcher._before_read = None  # noqa: SLF001  # our own
             fetcher._before = self.before  # noqa: SLF001  # our own
 
-    def state(self, *, back: int) -> dict[str, Any]:
+    def state(self, *, back: int, is_end: bool) -> dict[str, Any]:
         """Where the loaders are, without batches that Lightning has read ahead.
 
         Args:
             back: How many batches more to leave out.
+            is_end: Whether no more batch of this epoch is trained on.
         """
         fetcher = self._fit_loop._data_fetcher  # noqa: SLF001  # as above
+        if is_end:
+            # What was read ahead will not be read again.
+            data_sets = [settle(loader) for loader in self._all]
+            has_ended = fetcher is not None and fetcher.length is None and fetcher.done and not fetcher.batches
+            return {**self._now(back), "data_sets": data_sets, "has_ended": has_ended}
         if getattr(fetcher, "batches", None) and getattr(fetcher, "_before_read", None) is not None:
             found: dict[str, Any] = fetcher._before_read  # noqa: SLF001  # our own
             return found
@@ -93,12 +99,10 @@ class TrainingLoaders:
         """Names of loaders that cannot be brought back to where they were."""
         return (f"{type(each).__name__} over {type(each.dataset).__name__}" for each in self._all if _is_at_sea(each))
 
-    def cut_short(self) -> Iterator[str]:
-        """Names of loaders whose workers live on and have made more than was asked for in the last pass."""
-        for loader in self._all:
-            its_pass = pass_of(loader)
-            lives_on = has_indices(loader) and loader.persistent_workers
-            if its_pass is not None and lives_on and its_pass.batches < len(loader):
+    def unsettled(self, state: dict[str, Any]) -> Iterator[str]:
+        """Names of loaders with data sets in workers that live on, which do not tell their last states."""
+        for loader, data_sets in zip(self._all, state["data_sets"], strict=True):
+            if data_sets and loader.snapshot_every_n_steps != 1:
                 yield type(loader).__name__
 
     def deal_anew(self, state: dict[str, Any], rank: int, world_size: int) -> bool:
@@ -129,11 +133,13 @@ class TrainingLoaders:
             ends_epoch: Let Lightning find no batch until then.
         """
         states = self._states(state)
+        data_sets = iter(state.get("data_sets", [{}] * len(self._all)))
         for loader, its_pass, generators in self._with(state):
+            of_workers = next(data_sets)
             if isinstance(loader, Stateful):
-                _load_finished(loader, next(states))
+                _load_at_end(loader, next(states), has_ended=state.get("has_ended", True))
             if its_pass is not None and isinstance(loader, DataLoader):
-                keep_workers(loader, its_pass)
+                keep_workers(loader, its_pass, of_workers)
             _set_generators(loader, generators)
         if ends_epoch:
             fetcher = self._fit_loop._data_fetcher  # noqa: SLF001  # as above
@@ -237,10 +243,12 @@ def set_epoch(loader: object, epoch: int) -> None:
             tell(epoch)
 
 
-def _load_finished(loader: Any, state: dict[str, Any]) -> None:
-    """Give a loader with a state what it had at the end of a pass."""
+def _load_at_end(loader: Any, state: dict[str, Any], *, has_ended: bool) -> None:
+    """Give a loader with a state what it had when an epoch ended, with the end of its pass or before that."""
     if not isinstance(loader, DataLoader) or ("_iterator_finished" not in state and "_snapshot" not in state):
         loader.load_state_dict(state)
+        if not has_ended:
+            iter(loader)  # it would go on with this pass where the next one begins
     elif state.get("dataset_state") is not None and isinstance(loader.dataset, Stateful):
         # A StatefulDataLoader that was given this as a whole would find nothing left to read.
         loader.dataset.load_state_dict(state["dataset_state"])

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_snapshot.integration.ranks import rank_and_world_size
 from lightning_snapshot.integration.resume import rng
-from lightning_snapshot.integration.resume.passes import follow, go_on, keep_workers, pass_of
+from lightning_snapshot.integration.resume.passes import follow, go_on, keep_workers, pass_of, settle
 from lightning_snapshot.integration.resume.rng import generators_of
 from lightning_snapshot.integration.resume.shares import distributed_sampler
 from lightning_snapshot.stateful import Stateful
@@ -44,25 +44,23 @@ class ResumeState:
         """A copy of all that is needed, as plain data."""
         now = rng.capture(cuda=True)
         rank, world_size = rank_and_world_size()
-        state = {
-            "rank": rank,
-            "world_size": world_size,
-            "rng": now,
-            "loaders": [self._state_of(*each) for each in zip(self._loaders, self._wrappers, strict=True)],
-        }
+        loaders = [self._state_of(*each) for each in zip(self._loaders, self._wrappers, strict=True)]
         rng.restore(now)  # loaders with a state may draw numbers when they are asked for it
-        return rng.storable(state)  # type: ignore[no-any-return]  # a dict gives a dict
+        return {"rank": rank, "world_size": world_size, "rng": rng.storable(now), "loaders": loaders}
 
     def _state_of(self, loader: Any, wrapper: Any) -> dict[str, Any]:
         now = pass_of(loader)
+        is_over = now is None or now.is_over
+        data_sets = settle(loader) if is_over else {}
         sampler = distributed_sampler(loader)
         return {
-            "pass": None if now is None else now.state(),
-            "is_over": now is None or now.is_over,
+            "pass": None if now is None else rng.storable(now.state()),
+            "is_over": is_over,
+            "data_sets": data_sets,
             "passes": getattr(wrapper, "_num_iter_calls", 0),
             "seed": None if sampler is None else sampler.seed,
             "state": copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else None,
-            "generators": rng.capture(generators_of(loader))["generators"],
+            "generators": rng.storable(rng.capture(generators_of(loader))["generators"]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,7 +88,7 @@ class ResumeState:
                 loader.load_state_dict(its_state["state"])
                 counted = counted and {**counted, "batches": 0, "digest": 0}  # it counts them itself
             if its_state["is_over"] and its_state["pass"] is not None:
-                keep_workers(loader, its_state["pass"])
+                keep_workers(loader, its_state["pass"], its_state.get("data_sets", {}))
             if counted is not None:
                 go_on(loader, counted, after=state["rng"])
             rng.restore({**state["rng"], "generators": its_state["generators"]}, generators_of(loader))

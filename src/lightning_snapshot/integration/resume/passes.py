@@ -15,10 +15,10 @@ from lightning_snapshot.integration.resume import rng
 from lightning_snapshot.integration.resume.indices import Indices, Pass
 from lightning_snapshot.integration.resume.rng import Rng, generators_of
 from lightning_snapshot.integration.resume.shares import Share
-from lightning_snapshot.integration.resume.workers import Workers, receiving, sending
+from lightning_snapshot.integration.resume.workers import Receiving, Workers, sending, stateful_workers
 from lightning_snapshot.stateful import Stateful
 
-__all__ = ["follow", "go_on", "go_on_with", "has_indices", "keep_workers", "pass_of"]
+__all__ = ["follow", "go_on", "go_on_with", "has_indices", "keep_workers", "pass_of", "settle"]
 
 # A class that begins its passes in its own way is left alone.
 _HOOKS = ("__iter__", "_get_iterator", "_index_sampler")
@@ -73,7 +73,7 @@ def go_on(loader: Any, state: dict[str, Any], after: Rng | None = None) -> None:
         digest=state["digest"],
         after=after,
         share=state["share"],
-        workers=_workers(state),
+        workers=_by_number(state["workers"]),
         is_again=True,
         repeats_sampling=state["sampling"] is not None,
     )
@@ -84,14 +84,34 @@ def go_on_with(loader: Any, share: Share) -> None:
     loader.__dict__["_coming_share"] = share
 
 
-def keep_workers(loader: Any, state: dict[str, Any]) -> None:
-    """Let the workers of the next pass have the random numbers that they had, if they live as long as their loader."""
-    if loader.persistent_workers and state["workers"]:
-        loader.__dict__["_coming_workers"] = _workers(state)
+def settle(loader: Any) -> dict[str, Any]:
+    """Let workers that live on finish what they were asked for, when nothing more is read from a pass.
+
+    Returns:
+        Worker → state of its data set, for loaders that have a state.
+    """
+    its_pass = pass_of(loader)
+    iterator = None if its_pass is None else its_pass.iterator()
+    if not isinstance(iterator, Receiving) or not loader.persistent_workers:
+        return {}
+    iterator.settle()
+    return {str(worker): state for worker, state in iterator.data_set_states().items()}
 
 
-def _workers(state: dict[str, Any]) -> dict[int, Rng]:
-    return {int(worker): its_state for worker, its_state in state["workers"].items()}
+def keep_workers(loader: Any, state: dict[str, Any], data_sets: dict[str, Any]) -> None:
+    """Let the workers of the next pass have the random numbers that they had, if they live as long as their loader.
+
+    Args:
+        loader: Any of torch or torchdata.
+        state: That of a `Pass`.
+        data_sets: From `settle`.
+    """
+    if loader.persistent_workers and (state["workers"] or data_sets):
+        loader.__dict__["_coming_workers"] = _by_number(state["workers"]), _by_number(data_sets)
+
+
+def _by_number(states: dict[str, Any]) -> dict[int, Any]:
+    return {int(worker): state for worker, state in states.items()}
 
 
 # --- the class in front ----------------------------------------------------------------------------------------------
@@ -113,6 +133,8 @@ def _following(cls: Any) -> Any:
                 coming.indices.start()
             if coming.after is not None:
                 rng.restore(coming.after)
+        elif coming.repeats_sampling and coming.indices is None:
+            rng.restore(coming.before, generators_of(self))  # no sampler does it
         return iterator
 
     def index_sampler(self: Any) -> Any:
@@ -125,7 +147,7 @@ def _following(cls: Any) -> Any:
         if self.num_workers == 0 or pass_of(self) is None or not self._sends:
             return make()
         with sending(self):
-            return receiving(make(), self) if isinstance(self, Stateful) else Workers(self)
+            return stateful_workers()(self) if isinstance(self, Stateful) else Workers(self)
 
     def reduce(self: Any, protocol: Any) -> Any:
         # A copy, in this process or another one, is the loader that nobody has followed.
@@ -162,11 +184,11 @@ def _next_pass(loader: Any) -> Pass:
         rng.restore(coming.before, generators)
         return coming
     now = rng.capture(generators)
-    workers = kept.pop("_coming_workers", None)
+    workers, data_sets = kept.pop("_coming_workers", (None, {}))
     if workers is not None:
         kept["_iterator"] = None
         # Where workers live on, none are started that would draw a seed before the sampler begins.
-        return Pass(now, sampling=now, workers=workers, repeats_sampling=True)
+        return Pass(now, sampling=now, workers=workers, data_sets=data_sets, repeats_sampling=True)
     last = pass_of(loader)
     lives_on = last is not None and loader.persistent_workers and kept.get("_iterator") is not None
     share = kept.pop("_coming_share", None)

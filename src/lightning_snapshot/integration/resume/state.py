@@ -133,16 +133,16 @@ class Resume:
         if self._loaders is None:
             return None
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        state = self._loaders.state(back=batches.ready - batches.processed)
+        is_end = progress.is_epoch_end or progress.is_last_batch
+        state = self._loaders.state(back=batches.ready - batches.processed, is_end=is_end)
         # Lightning has stored the states as they are after the batch that it has read ahead.
         if state["states"]:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = state["states"]
-        if progress.is_epoch_end or progress.is_last_batch:
-            for name in self._loaders.cut_short():
+        if is_end:
+            for name in self._loaders.unsettled(state):
                 self._say_once(
-                    "the random numbers that the persistent workers of %s have at the end of an epoch are not known, "
-                    "because limit_train_batches leaves out batches that they have made: after a resume, random "
-                    "transforms have others",
+                    "the states of the data sets in the persistent workers of %s may be older than the end of this "
+                    "epoch, because snapshot_every_n_steps is not 1: after a resume, the next epoch may begin earlier",
                     name,
                 )
         else:
@@ -152,7 +152,9 @@ class Resume:
                     "again. A StatefulDataLoader of torchdata over a data set with state_dict and load_state_dict can",
                     name,
                 )
-        return rng.storable({key: value for key, value in state.items() if key != "states"})  # type: ignore[no-any-return]  # a dict gives a dict
+        theirs = {"states", "data_sets"}
+        own = rng.storable({key: value for key, value in state.items() if key not in theirs})
+        return {**own, "data_sets": state.get("data_sets", [])}
 
     def _gradients(self, progress: Progress) -> dict[str, Any] | None:
         module = self._trainer.lightning_module
