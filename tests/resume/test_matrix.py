@@ -56,6 +56,7 @@ def _cases():
         yield Case(moment=moment, changes_at_epochs=True, callback=KEPT)
         yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
         yield Case(ranks=2, moment=moment, namespace="pytorch_lightning")
+        yield Case(ranks=2, moment=moment, trainer=(("reload_dataloaders_every_n_epochs", 2),))
     spread = (("fsdp2", "lightning"), ("fsdp2", "pytorch_lightning"), ("fsdp1", "lightning"), ("tp", "lightning"))
     for (strategy, namespace), moment, is_async in product(spread, MOMENTS, (False, True)):
         how = {"strategy": strategy, "namespace": namespace, "is_async": is_async}
@@ -95,6 +96,7 @@ SAMPLE = [
     Case("stateful", "stream", ranks=2),
     Case("stateful", "sequential", ranks=2, moment="early mid-epoch", namespace="pytorch_lightning"),
     Case("nodes", "distributed", ranks=2),
+    Case(ranks=2, trainer=(("reload_dataloaders_every_n_epochs", 2),)),
     Case(ranks=2, strategy="fsdp2", moment="mid-validation", is_async=True, namespace="pytorch_lightning"),
     Case(ranks=2, strategy="fsdp2", trainer=OPEN_WINDOWS, callback=KEPT),
 ]

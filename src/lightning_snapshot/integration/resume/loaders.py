@@ -38,6 +38,8 @@ class TrainingLoaders:
         self._fit_loop = fit_loop
         # Before Lightning begins the first passes, its fetcher is not there yet.
         self.before: Rng | None = None
+        # Seed of this process → that of the one that has saved.
+        self._seeds: dict[int, int] = {}
 
     @property
     def _all(self) -> list[Any]:
@@ -54,6 +56,12 @@ class TrainingLoaders:
             fetcher._before_read = None  # noqa: SLF001  # our own
             fetcher._before = self.before  # noqa: SLF001  # our own
 
+    def set_seed(self, loader: object) -> None:
+        """Let a loader that is made later have the seed that it would have had in the process that has saved."""
+        sampler = distributed_sampler(loader)
+        if sampler is not None:
+            sampler.seed = self._seeds.get(sampler.seed, sampler.seed)
+
     def state(self, *, back: int, is_end: bool) -> dict[str, Any]:
         """Where the loaders are, without batches that Lightning has read ahead.
 
@@ -65,7 +73,8 @@ class TrainingLoaders:
         if is_end:
             # What was read ahead will not be read again.
             data_sets = [settle(loader) for loader in self._all]
-            has_ended = fetcher is not None and fetcher.length is None and fetcher.done and not fetcher.batches
+            has_ended = fetcher is not None and fetcher.length is None and fetcher.done
+            has_ended = has_ended and not getattr(fetcher, "batches", None)
             return {**self._now(back), "data_sets": data_sets, "has_ended": has_ended}
         if getattr(fetcher, "batches", None) and getattr(fetcher, "_before_read", None) is not None:
             found: dict[str, Any] = fetcher._before_read  # noqa: SLF001  # our own
@@ -201,7 +210,8 @@ class TrainingLoaders:
         for loader, seed in zip(loaders, state["seeds"], strict=True):
             # Lightning makes it with the seed of this process.
             sampler = distributed_sampler(loader)
-            if sampler is not None and seed is not None:
+            if sampler is not None and seed not in (None, sampler.seed):
+                self._seeds[sampler.seed] = seed
                 sampler.seed = seed
         return zip(loaders, state["passes"], state["generators"], strict=True)
 

@@ -47,6 +47,7 @@ class Resume:
             # Of validation loaders, it is only asked with which random numbers they begin.
             follow(loader, with_workers=self._trainer.training)
             if self._trainer.training:
+                self._loaders.set_seed(loader)
                 self._loaders.before = rng.capture()
 
     def begin_epoch(self) -> None:
