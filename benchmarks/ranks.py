@@ -24,10 +24,11 @@ from torchsnapshot.storage_plugins.fs import FSStoragePlugin
 from lightning_snapshot import Snapshot
 from lightning_snapshot.group import Group
 from lightning_snapshot.options import Options
+from lightning_snapshot.save_each import save_each
 from lightning_snapshot.session import Session
 from lightning_snapshot.storage.local import LocalStorage
 from lightning_snapshot.storage.posix import Posix
-from lightning_snapshot.together import Save, save_each
+from lightning_snapshot.together import Save
 
 _LIMIT_BYTES_PER_SECOND = 200e6
 _LIMITED = "200 MB/s for each rank"

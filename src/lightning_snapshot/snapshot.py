@@ -1,21 +1,19 @@
 """``Snapshot``: torchsnapshot's API on this project's engine."""
 
 import datetime
-import fnmatch
 import logging
 import os
-import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
+from lightning_snapshot.app_state import Replicated, check_rng_states, state_dicts
 from lightning_snapshot.background import Failure, note_failure, take_back
-from lightning_snapshot.errors import EntryNotFoundError, TargetMismatchError, UnsupportedValueError
+from lightning_snapshot.errors import EntryNotFoundError, TargetMismatchError
 from lightning_snapshot.group import Group
 from lightning_snapshot.manifest import Entry, Manifest, PrimitiveEntry
 from lightning_snapshot.memory import UNLIMITED_BYTES, BufferPool
@@ -23,14 +21,15 @@ from lightning_snapshot.options import Options
 from lightning_snapshot.read_plan import TensorLike, stored_tensor
 from lightning_snapshot.restore import load, read_manifest, read_value
 from lightning_snapshot.save import begin_save
+from lightning_snapshot.save_each import begin_each
 from lightning_snapshot.saving import PendingSave, Saving
 from lightning_snapshot.session import Session
 from lightning_snapshot.stateful import RNGState, Stateful, copies_tensors_as_they_are
 from lightning_snapshot.stats import Stats
 from lightning_snapshot.storage import Storage, open_storage
 from lightning_snapshot.tensors import is_spread, is_tensor, tensors_by_path
-from lightning_snapshot.together import Save, begin_each
-from lightning_snapshot.tree import ALIAS_ROOT, Leaf, encode_key, flatten
+from lightning_snapshot.together import Save
+from lightning_snapshot.tree import Leaf, encode_key, flatten
 from lightning_snapshot.verify import Progress, Report, verify
 from lightning_snapshot.view import kept_back, values_of_ranks, view_of_rank
 
@@ -187,14 +186,14 @@ class Snapshot:
         if before is not None:
             before.wait_quietly()
         snapshot = cls(path, pg, storage_options)
-        sharing = _Replicated(app_state, replicated or ())
+        sharing = Replicated(app_state, replicated or ())
         group = Group.of(pg)
         options, session, save_id = snapshot._options, snapshot._session, new_save_id()
         if group.world_size > 1:
             save = Save(snapshot.path, snapshot._move_to, save_id, options, session, group, claim)
-            return snapshot, begin_each(lambda: _state_dicts(app_state), save, sharing)
+            return snapshot, begin_each(lambda: state_dicts(app_state), save, sharing)
         saving = begin_save(
-            _state_dicts(app_state),
+            state_dicts(app_state),
             snapshot._storage,
             save_id=save_id,
             options=options,
@@ -226,7 +225,7 @@ class Snapshot:
             DataError: A data file is missing or damaged.
             UnsafeObjectError: A value needs code that is not known to be safe.
         """
-        _check_rng_states(app_state)
+        check_rng_states(app_state)
         group = Group.of(self._pg)
         # All ranks in one order, because getting or setting the state of a module can be a joint action of all ranks.
         for key, stateful in sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0])):
@@ -453,39 +452,6 @@ def _ranks(pg: Any) -> Any:
     return _ALONE if pg is None else pg
 
 
-class _Replicated:
-    """What is stored once: values that a glob matches, and what ``DistributedDataParallel`` keeps equal on all ranks.
-
-    Args:
-        app_state: The objects.
-        globs: Of logical paths.
-    """
-
-    def __init__(self, app_state: Mapping[str, Any], globs: Iterable[str]) -> None:
-        self._matches = re.compile("|".join(map(fnmatch.translate, globs)) or r"(?!)").match
-        self._parameters: set[str] = set()
-        self._buffers: set[str] = set()
-        for key, stateful in app_state.items():
-            if isinstance(stateful, DistributedDataParallel):
-                ignored = {f"module.{name}" for name in stateful.parameters_to_ignore}
-                for found, named in (
-                    (self._parameters, stateful.named_parameters(remove_duplicate=False)),
-                    (self._buffers, stateful.named_buffers(remove_duplicate=False)),
-                ):
-                    found |= {f"{encode_key(key)}/{encode_key(name)}" for name, _ in named if name not in ignored}
-
-    def is_shared(self, path: str) -> bool:
-        """See `Sharing`."""
-        if path in self._parameters or path in self._buffers:
-            return True
-        # What is under an alias has no name of its own that could be compared.
-        return self._matches(path) is not None and not path.startswith(f"{ALIAS_ROOT}/")
-
-    def is_split(self, path: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002  # the protocol's
-        """See `Sharing`: ranks may have seen different data since rank 0's buffers were sent to all."""
-        return path not in self._buffers
-
-
 def _copies_of_spread(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """For code that may change what it loads: tensors that say which part this rank wants, but are not its own."""
     return {path: tensor.detach().clone() for path, tensor in targets.items() if is_spread(tensor)}
@@ -494,33 +460,6 @@ def _copies_of_spread(targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 def _listed(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
     return ", ".join(paths[:_MAX_LISTED]) + more
-
-
-def _check_rng_states(app_state: Mapping[str, Stateful]) -> None:
-    found = [key for key, stateful in app_state.items() if isinstance(stateful, RNGState)]
-    if len(found) > 1:
-        msg = f"expected at most one RNGState, found {found}"
-        raise TargetMismatchError(msg)
-
-
-def _state_dicts(app_state: Mapping[str, Any]) -> dict[str, Any]:
-    """All state dicts, with that of the RNGState taken first, and the generator put back at the end."""
-    _check_rng_states(app_state)
-    for key, stateful in app_state.items():
-        if not isinstance(stateful, Stateful):
-            msg = (
-                f"{key}: expected an object with state_dict() and load_state_dict(), found {type(stateful).__name__}; "
-                f"put plain values into a StateDict: StateDict({key}=…)"
-            )
-            raise UnsupportedValueError(msg)
-    before = torch.get_rng_state()
-    rng = {key: stateful.state_dict() for key, stateful in app_state.items() if isinstance(stateful, RNGState)}
-    # As in `restore`, all ranks in one order.
-    states = {key: rng[key] if key in rng else app_state[key].state_dict() for key in sorted(app_state)}
-    states = {key: states[key] for key in app_state}
-    if rng:
-        torch.set_rng_state(before)
-    return states
 
 
 def _check_shapes(key: str, targets: Mapping[str, torch.Tensor], state: Any) -> None:

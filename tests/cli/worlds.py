@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from lightning_snapshot.options import Options
+from lightning_snapshot.save_as_one import save_as_one
+from lightning_snapshot.save_each import save_each
 from lightning_snapshot.session import Session
 from lightning_snapshot.storage import open_storage
-from lightning_snapshot.together import Save, save_as_one, save_each
+from lightning_snapshot.together import Save
 from tests.ranks.simulation import groups, run
 
 _MIB = 1024 * 1024

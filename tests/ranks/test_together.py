@@ -16,11 +16,13 @@ from lightning_snapshot.errors import UnsupportedValueError
 from lightning_snapshot.group import Group, Meeting
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load, read_manifest
+from lightning_snapshot.save_as_one import save_as_one
+from lightning_snapshot.save_each import save_each
 from lightning_snapshot.session import Session
 from lightning_snapshot.stats import Stats
 from lightning_snapshot.storage.memory import MemoryStorage
 from lightning_snapshot.tensors import is_tensor
-from lightning_snapshot.together import Save, save_as_one, save_each
+from lightning_snapshot.together import Save
 from lightning_snapshot.tree import ALIAS_ROOT, encode_key, flatten
 from tests.engine.strategies import SMALL, new_storage, same, states
 from tests.ranks.simulation import groups, run

@@ -18,11 +18,12 @@ from lightning_snapshot.errors import RankError, RankTimeoutError, StorageError
 from lightning_snapshot.group import Group
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load
+from lightning_snapshot.save_each import save_each
 from lightning_snapshot.session import Session
 from lightning_snapshot.storage import Storage, open_storage
 from lightning_snapshot.storage.local import LocalStorage
 from lightning_snapshot.storage.posix import Posix
-from lightning_snapshot.together import Save, save_each
+from lightning_snapshot.together import Save
 from tests.edges.faulty_posix import FaultyPosix
 from tests.ranks.processes import run_ranks
 

@@ -23,6 +23,7 @@ from lightning_snapshot.objects import how_to_allow
 from lightning_snapshot.options import Options
 from lightning_snapshot.restore import load
 from lightning_snapshot.save import begin_save
+from lightning_snapshot.save_as_one import MainRankSharing, begin_as_one
 from lightning_snapshot.saving import Saving
 from lightning_snapshot.session import Session
 from lightning_snapshot.siblings import Fallback
@@ -36,7 +37,7 @@ from lightning_snapshot.storage import (
     open_storage,
     read_remote_file,
 )
-from lightning_snapshot.together import MainRankSharing, Save, begin_as_one
+from lightning_snapshot.together import Save
 
 __all__ = ["SnapshotCheckpointIO"]
 

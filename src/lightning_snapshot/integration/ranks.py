@@ -47,7 +47,7 @@ def part_to_load(manifest: Manifest) -> int:
 
 
 class StateSharing:
-    """Which parts of a state all ranks have in common; see `lightning_snapshot.together.MainRankSharing`.
+    """Which parts of a state all ranks have in common; see `lightning_snapshot.save_as_one.MainRankSharing`.
 
     Args:
         keys: Top-level keys of which rank 0's value counts.
