@@ -13,7 +13,7 @@ CHAOS_ARGS ?=
 AZURITE := 3.35.0
 
 SOURCES := $(wildcard src tests examples benchmarks)
-INTEROP := $(patsubst %,.interop/%/.stamp,torchsnapshot-0.1.0 torchsnapshot-nightly s3-clients)
+INTEROP := $(patsubst %,.interop/%/.stamp,torchsnapshot-0.1.0 torchsnapshot-nightly s3-clients litdata)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -38,7 +38,7 @@ lint: $(VENV)/.stamp
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/mypy
 
-# The real torchsnapshot, and what it and stock Lightning reach S3 with.
+# The real torchsnapshot, what it and stock Lightning reach S3 with, and LitData.
 interop: $(INTEROP)
 
 # Emulators of S3, Google Cloud Storage and Azure, which the tests start themselves.
@@ -72,7 +72,7 @@ fuzz: $(VENV)/.stamp
 	$(VENV)/bin/python -m tests.fuzz.fuzz --seconds $(FUZZ_SECONDS) --findings build/fuzz $(FUZZ_ARGS)
 
 # Runs that are stopped and resumed: every kind of data loader at every moment. `make test` tries a sample of them.
-resume-matrix: $(VENV)/.stamp
+resume-matrix: $(VENV)/.stamp .interop/litdata/.stamp
 	$(VENV)/bin/python -m pytest tests/resume --complete-resume $(PYTEST_ARGS)
 
 # A training of two ranks, killed 50 times. Fewer: `make chaos CHAOS_ARGS='--kills 5'`.

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import random
+import sys
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tests.lightning.models import difference
 from tests.lightning.ranks.layouts import fsdp1
 from tests.lightning.ranks.worlds import join_world, make_trainer, pl_of
 
+LITDATA = Path(__file__).parents[2] / ".interop" / "litdata"
 SAMPLES = 24
 BATCH_SIZE = 2
 EPOCHS = 3
@@ -168,6 +171,8 @@ def loaders_of(case: Case) -> Any:
         node = nodes.SamplerWrapper(sampler)
         node = nodes.ParallelMapper(node, Numbers(False).__getitem__, num_workers=case.workers, method="thread")
         return nodes.Loader(nodes.ParallelMapper(nodes.Batcher(node, BATCH_SIZE), _collate, num_workers=0))
+    if case.loader == "litdata":
+        return _litdata(case)
     if case.loader == "own":
         return CountingWithLength() if case.sampler == "with length" else Counting()
     cls = {"plain": DataLoader, "stateful": StatefulDataLoader}[case.loader]
@@ -194,6 +199,29 @@ def loaders_of(case: Case) -> Any:
     else:
         how["sampler"] = SequentialSampler(data)
     return cls(data, batch_size=BATCH_SIZE, drop_last=case.sampler == "random", **how)
+
+
+def _litdata(case: Case) -> Any:
+    assert LITDATA.is_dir(), "run `make interop`"
+    if str(LITDATA) not in sys.path:
+        sys.path.append(str(LITDATA))
+    import litdata
+
+    data = litdata.StreamingDataset(_litdata_folder(), shuffle=case.sampler == "random")
+    return litdata.StreamingDataLoader(data, batch_size=BATCH_SIZE, num_workers=case.workers)
+
+
+@lru_cache(maxsize=1)
+def _litdata_folder() -> str:
+    from litdata.streaming.cache import Cache
+
+    cache = Cache("litdata", chunk_size=4)
+    share = SAMPLES // _ranks()
+    for index in range(share):
+        cache[index] = {"id": share * _rank() + index, "x": torch.full((3,), index / SAMPLES)}
+    cache.done()
+    cache.merge()
+    return "litdata"
 
 
 def _collate(samples):

@@ -315,6 +315,7 @@ def _loop(folder: Path, kind: str, world_size: int, *, seed: int, saves_at=None,
         "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 3, drop_last=False)),
         "persistent": lambda: DataLoader(data, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
         "stateful": lambda: StatefulDataLoader(data, batch_size=2, shuffle=world_size == 1),
+        "litdata": lambda: cases.loaders_of(Case("litdata")),
         "stream": lambda: StatefulDataLoader(cases.Stream(10), batch_size=2, num_workers=1, persistent_workers=True),
     }[kind]()
     loader = fabric.setup_dataloaders(plain)

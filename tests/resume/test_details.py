@@ -171,6 +171,7 @@ def test_checkpoints_without_it_load_and_it_is_plain_data(tmp_path):
         ("stateful", 1, (1, -1)),
         ("stateful", 2, (1, 8)),
         ("stream", 1, (1, -1)),
+        ("litdata", 1, (1, -1)),
     ],
 )
 def test_a_loop_of_ones_own(tmp_path, kind, ranks, stops_at):

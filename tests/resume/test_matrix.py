@@ -34,6 +34,8 @@ UNEVEN = (
     *(Case("stateful", sampler, workers=2, trainer=CUT_SHORT) for sampler in ("random", "persistent long stream")),
     Case("stateful", "long stream", trainer=CUT_SHORT),
     *(Case("nodes", "distributed", workers=workers, trainer=CUT_SHORT) for workers in (0, 2)),
+    *(Case("litdata", sampler, workers) for sampler, workers in (("random", 0), ("random", 2), ("sequential", 0))),
+    *(Case("litdata", "random", ranks=ranks, trainer=CUT_SHORT) for ranks in (1, 2)),
     *(Case("own", sampler, trainer=how) for sampler in ("", "with length") for how in ((), CUT_SHORT)),
 )
 OPEN_WINDOWS = (("accumulate_grad_batches", 4), ("val_check_interval", 3))
@@ -88,6 +90,7 @@ SAMPLE = [
     Case("plain", "persistent", workers=2, moment="next epoch", trainer=CUT_SHORT),
     Case("nodes", "distributed", moment="epoch end", trainer=CUT_SHORT),
     Case("own", "with length", moment="epoch end"),
+    *(Case("litdata", "random", moment=moment, trainer=CUT_SHORT) for moment in MOMENTS[:2]),
     Case("stateful", "persistent stream", workers=2, moment="last batch"),
     Case("stateful", "rare states", workers=2, moment="second batch"),
     *(Case(moment=moment, changes_at_epochs=True, callback=KEPT) for moment in ("mid-epoch", "epoch end")),

@@ -148,6 +148,12 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         if resume is not None:
             resume.end_validation()
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
+        """Called before Lightning's own callbacks save."""
+        resume = _resume_of(trainer)
+        if resume is not None:
+            resume.end_epoch()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
         """Called on all ranks, before Lightning's own callbacks may save once more."""
         self._finish(trainer)

@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_snapshot.errors import TargetMismatchError
 from lightning_snapshot.integration.resume import rng
-from lightning_snapshot.integration.resume.passes import go_on, go_on_with, has_indices, keep_workers, pass_of, settle
+from lightning_snapshot.integration.resume.passes import (
+    begin_quietly,
+    go_on,
+    go_on_with,
+    has_indices,
+    keep_workers,
+    pass_of,
+    settle,
+)
 from lightning_snapshot.integration.resume.rng import Rng, generators_of
 from lightning_snapshot.integration.resume.shares import batches_of, distributed_sampler, share_after, share_of
 from lightning_snapshot.stateful import Stateful
@@ -104,6 +112,11 @@ class TrainingLoaders:
         whole = share_of(loader, self._fit_loop.trainer.world_size) if has_indices(loader) else None
         return {**now.state(back), "whole": whole}
 
+    def end_epoch(self) -> None:
+        """Called when an epoch has ended."""
+        for loader in self._all:
+            _forget_place(loader)
+
     def unpositioned(self) -> Iterator[str]:
         """Names of loaders that cannot be brought back to where they were."""
         return (f"{type(each).__name__} over {type(each.dataset).__name__}" for each in self._all if _is_at_sea(each))
@@ -171,6 +184,8 @@ class TrainingLoaders:
                 counted = its_pass and {**its_pass, "batches": 0, "digest": 0}  # it counts them itself
             if counted is not None:
                 go_on(loader, counted)
+            elif isinstance(loader, DataLoader) and isinstance(loader, Stateful):
+                begin_quietly(loader)
         fetcher = self._fit_loop._data_fetcher  # noqa: SLF001  # as above
         combined = self._fit_loop._combined_loader  # noqa: SLF001  # as above
         combined.reset()
@@ -253,10 +268,21 @@ def set_epoch(loader: object, epoch: int) -> None:
             tell(epoch)
 
 
+def _forget_place(loader: Any) -> None:
+    """Let the next pass over a loader of LitData begin with its first batch, as that over any other one does.
+
+    After a load, LitData begins all passes where that load has put it, until one is read to its very end. Lightning
+    counts batches, and does not read that far.
+    """
+    if any(cls.__module__.partition(".")[0] == "litdata" for cls in type(loader).__mro__):
+        loader.restore = False
+
+
 def _load_at_end(loader: Any, state: dict[str, Any], *, has_ended: bool) -> None:
     """Give a loader with a state what it had when an epoch ended, with the end of its pass or before that."""
     if not isinstance(loader, DataLoader) or ("_iterator_finished" not in state and "_snapshot" not in state):
         loader.load_state_dict(state)
+        _forget_place(loader)
         if not has_ended:
             iter(loader)  # it would go on with this pass where the next one begins
     elif state.get("dataset_state") is not None and isinstance(loader.dataset, Stateful):

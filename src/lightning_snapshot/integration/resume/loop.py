@@ -4,11 +4,9 @@ import copy
 import logging
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_snapshot.integration.ranks import rank_and_world_size
 from lightning_snapshot.integration.resume import rng
-from lightning_snapshot.integration.resume.passes import follow, go_on, keep_workers, pass_of, settle
+from lightning_snapshot.integration.resume.passes import follow, go_on, is_followed, keep_workers, pass_of, settle
 from lightning_snapshot.integration.resume.rng import generators_of
 from lightning_snapshot.integration.resume.shares import distributed_sampler
 from lightning_snapshot.stateful import Stateful
@@ -31,7 +29,8 @@ class ResumeState:
 
     Args:
         loaders: Those of torch and torchdata, or what ``fabric.setup_dataloaders`` makes of them. Others are kept if
-            they have ``state_dict`` and ``load_state_dict``.
+            they have ``state_dict`` and ``load_state_dict``; the random numbers that they draw when a pass begins are
+            drawn again in its middle.
     """
 
     def __init__(self, *loaders: Any) -> None:
@@ -84,7 +83,8 @@ class ResumeState:
             sampler = distributed_sampler(loader)
             if sampler is not None and its_state["seed"] is not None:
                 sampler.seed = its_state["seed"]
-            if isinstance(loader, Stateful) and (counted is not None or not isinstance(loader, DataLoader)):
+            # Those that are followed would find nothing left to read at the end of a pass.
+            if isinstance(loader, Stateful) and (counted is not None or not is_followed(loader)):
                 loader.load_state_dict(its_state["state"])
                 counted = counted and {**counted, "batches": 0, "digest": 0}  # it counts them itself
             if its_state["is_over"] and its_state["pass"] is not None:

@@ -18,7 +18,17 @@ from lightning_snapshot.integration.resume.shares import Share
 from lightning_snapshot.integration.resume.workers import Receiving, Workers, sending, stateful_workers
 from lightning_snapshot.stateful import Stateful
 
-__all__ = ["follow", "go_on", "go_on_with", "has_indices", "keep_workers", "pass_of", "settle"]
+__all__ = [
+    "begin_quietly",
+    "follow",
+    "go_on",
+    "go_on_with",
+    "has_indices",
+    "is_followed",
+    "keep_workers",
+    "pass_of",
+    "settle",
+]
 
 # A class that begins its passes in its own way is left alone.
 _HOOKS = ("__iter__", "_get_iterator", "_index_sampler")
@@ -36,9 +46,14 @@ def follow(loader: object, *, with_workers: bool = True) -> None:
     """
     cls: Any = type(loader)
     is_stock = isinstance(loader, DataLoader) and {_home(cls, name) for name in _HOOKS} <= _HOMES
-    if is_stock and not hasattr(cls, "_follows"):
+    if is_stock and not is_followed(loader):
         loader.__class__ = _following(cls)
         loader.__dict__["_sends"] = with_workers
+
+
+def is_followed(loader: object) -> bool:
+    """Whether it is noted where the passes over a loader are."""
+    return hasattr(type(loader), "_follows")
 
 
 def pass_of(loader: object) -> Pass | None:
@@ -50,7 +65,7 @@ def has_indices(loader: object) -> bool:
     """Whether a loader is followed and reads what a sampler tells it to, so that batches can be passed over unread."""
     return (
         isinstance(loader, DataLoader)
-        and hasattr(type(loader), "_follows")
+        and is_followed(loader)
         and not isinstance(loader, Stateful)
         and not isinstance(loader.dataset, IterableDataset)
     )
@@ -77,6 +92,25 @@ def go_on(loader: Any, state: dict[str, Any], after: Rng | None = None) -> None:
         is_again=True,
         repeats_sampling=state["sampling"] is not None,
     )
+
+
+def begin_quietly(loader: Any) -> None:
+    """Let the next iterator that a data loader makes draw no random numbers.
+
+    For those that begin passes in their own way, which may be as late as with the first batch: the numbers that this
+    draws were drawn before the save.
+    """
+    cls: Any = type(loader)
+
+    def get_iterator(self: Any) -> Any:
+        self.__class__ = cls
+        generators = generators_of(self)
+        now = rng.capture(generators)
+        iterator = self._get_iterator()
+        rng.restore(now, generators)
+        return iterator
+
+    loader.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "_get_iterator": get_iterator})
 
 
 def go_on_with(loader: Any, share: Share) -> None:

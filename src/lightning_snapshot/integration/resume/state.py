@@ -55,6 +55,11 @@ class Resume:
         if self._loaders is not None:
             self._loaders.note_reads()
 
+    def end_epoch(self) -> None:
+        """Called when an epoch has ended."""
+        if self._loaders is not None:
+            self._loaders.end_epoch()
+
     def begin_validation(self) -> None:
         """Called at its beginning: a resume from a checkpoint inside of a validation begins it again."""
         if not self._is_fit or self._trainer.sanity_checking:
