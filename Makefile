@@ -10,6 +10,7 @@ BENCH_ARGS ?=
 FUZZ_SECONDS ?= 300
 FUZZ_ARGS ?=
 CHAOS_ARGS ?=
+SEARCH_ARGS ?=
 AZURITE := 3.35.0
 
 SOURCES := $(wildcard src tests examples benchmarks)
@@ -19,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_PROGRESS_BAR := off
 
-.PHONY: demo demo-ddp test test-oldest lint interop servers faults fuzz resume-matrix chaos bench soak clean
+.PHONY: demo demo-ddp test test-oldest lint interop servers faults fuzz resume-matrix resume-search chaos bench soak clean
 
 demo: $(VENV)/.stamp .interop/torchsnapshot-0.1.0/.stamp
 	$(VENV)/bin/python examples/demo.py
@@ -74,6 +75,10 @@ fuzz: $(VENV)/.stamp
 # Runs that are stopped and resumed: every kind of data loader at every moment. `make test` tries a sample of them.
 resume-matrix: $(VENV)/.stamp .interop/litdata/.stamp
 	$(VENV)/bin/python -m pytest tests/resume --complete-resume $(PYTEST_ARGS)
+
+# The same with runs that are drawn at random: `make resume-search SEARCH_ARGS='--seconds 3600 --seed 7'`.
+resume-search: $(VENV)/.stamp .interop/litdata/.stamp
+	$(VENV)/bin/python -m tests.resume.search $(SEARCH_ARGS)
 
 # A training of two ranks, killed 50 times. Fewer: `make chaos CHAOS_ARGS='--kills 5'`.
 chaos: $(VENV)/.stamp

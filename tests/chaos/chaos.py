@@ -258,11 +258,14 @@ def main(kills: int, seed: int, folder: Path) -> int:
     aims = ["save", "batch", "any"] if kills < 10 else ["save"] * 5 + ["batch"] * 4 + ["any"]
     for number in range(kills):
         run = Watched(folder / "killed", epochs, seed=number + 2)
-        if not kill_once(run, chance, aims[number % len(aims)], save_seconds):
+        aim = aims[number % len(aims)]
+        if not kill_once(run, chance, aim, save_seconds):
             print(f"the run has ended after {number} kills")
             break
         place = run.place()
         counts[place] += 1
+        if aim == "save" and place != _IN_SAVE:
+            save_seconds *= 0.8  # the machine is faster now, or slow to kill
         batches = [each for each in run.said if each[0] == "batch"]
         at = f"epoch {batches[-1][1]} batch {batches[-1][2]}" if batches else "before the first batch"
         print(f"kill {number + 1:2}: {place}, {at}", flush=True)

@@ -1,6 +1,7 @@
 """Runs that are saved, stopped and resumed, compared with runs that were left alone; what the ranks of the tests do."""
 
 import multiprocessing
+import os
 import random
 import sys
 from dataclasses import dataclass, field, replace
@@ -450,6 +451,7 @@ def compare(rank: int, case: Case, folder: Path) -> str | None:
 
 def compare_all(rank: int, cases: list[Case], folder: Path) -> list[str | None]:
     """Several cases in the same processes."""
+    os.chdir(folder)
     found = []
     for number, case in enumerate(cases):
         (folder / str(number)).mkdir(exist_ok=True)
