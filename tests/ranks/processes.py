@@ -131,9 +131,11 @@ class _Rank:
         self.failure = f"==== rank {self.number}: {reason}\n---- its output:\n{log}"
 
     def fail_with_stacks(self) -> None:
-        if self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGUSR1)
-            time.sleep(0.5)  # nothing says when faulthandler is done
+        if not self._process.is_alive():  # and its children keep the connection open
+            self.fail(f"ended without a result, exit code {self._process.exitcode}")
+            return
+        os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(2.0)  # nothing says when faulthandler is done
         self.fail("has taken too long")
 
 
@@ -155,6 +157,17 @@ def _collect(ranks: Sequence[_Rank], timeout_seconds: float, may_die: Collection
         rank.fail_with_stacks()
 
 
+def tell_stacks() -> None:
+    """Let this process print the stacks of its threads when it crashes, and when `run_ranks` asks for them.
+
+    To be called before each ``fit``: Lightning sets back what it knows of signal handlers, which is not these.
+    """
+    faulthandler.disable()
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
 def _run_rank(
     connection: Connection,
     rank: int,
@@ -171,8 +184,7 @@ def _run_rank(
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)  # who is killed does not flush
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    tell_stacks()
     try:
         module, name, arguments = pickle.loads(call)
         function = getattr(importlib.import_module(module), name)

@@ -4,8 +4,10 @@ import contextlib
 import copy
 import io
 import json
+import os
 import pickle
 import random
+import signal
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +28,19 @@ from tests.lightning.models import difference
 from tests.lightning.ranks.worlds import heard_warnings, make_trainer, pl_of
 from tests.resume import cases
 from tests.resume.cases import Case, Numbers, Run, StoppedError, fit, join
+
+# --- what other tests rely on ----------------------------------------------------------------------------------------
+
+
+def asked_for_stacks(rank: int, folder: Path) -> bool:
+    """Train twice, and be asked for stacks in the second training."""
+    join()
+    for _ in range(2):
+        run = fit(Case(trainer=(("max_epochs", 1),)), folder, seed=1)
+    make_trainer("lightning", folder)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return run.trainer.global_step > 0
+
 
 # --- saving changes nothing ------------------------------------------------------------------------------------------
 

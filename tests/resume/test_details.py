@@ -8,6 +8,10 @@ from tests.resume import details
 pytestmark = pytest.mark.distributed
 
 
+def test_a_rank_can_be_asked_for_its_stacks_after_a_training(tmp_path):
+    assert run_ranks(details.asked_for_stacks, 1, tmp_path) == [True]
+
+
 def test_saving_advances_no_random_numbers(tmp_path):
     assert run_ranks(details.saving_often, 1, tmp_path) == [None]
 

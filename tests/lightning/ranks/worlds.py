@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from lightning_snapshot import SnapshotCallback, SnapshotCheckpointIO
+from tests.ranks.processes import tell_stacks
 
 
 def pl_of(name: str) -> Any:
@@ -45,6 +46,7 @@ def join_world() -> tuple[int, int]:
 
 def make_trainer(name: str, folder: Path, **arguments: Any) -> Any:
     """A quiet Trainer with the plugin, over all ranks."""
+    tell_stacks()
     defaults = {
         "accelerator": "cpu",
         "callbacks": [],
