@@ -267,9 +267,11 @@ class Background:
                 if not job.after:
                     job.is_over = True
                     return
-                path, action = job.after.pop(0)
+                path, action = job.after[0]  # it stays there while it is done, so that `wait_for` waits for it
                 actions = self._with_kept(path, action)
             self._do(path, actions)
+            with self._lock:
+                job.after.pop(0)
 
     def _do(self, path: str, actions: Iterable[_Action]) -> None:
         try:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from lightning_snapshot import Snapshot, SnapshotCallback, SnapshotCheckpointIO
+from lightning_snapshot.background import Background, _Job
 from lightning_snapshot.errors import StorageError
 from lightning_snapshot.integration.behind import Behind, SavesBehindTraining
 from lightning_snapshot.integration.rankings import Rankings
+from lightning_snapshot.stats import Meter
 from tests.lightning.gates import PATIENCE_SECONDS, Gate, GatedCheckpointIO
 from tests.lightning.models import STEPS_PER_EPOCH
 
@@ -323,6 +325,32 @@ def test_a_name_is_free_when_its_checkpoint_is_about_to_go(namespace, cls, make_
     trainer = make_trainer(plugin=plugin, max_epochs=4, callbacks=[Opens(), checkpoint])
     trainer.fit(cls.Tiny(scores=(1.0, 2.0, 1.0, 2.0)))
     assert seen == ["score=1.ckpt", "score=2.ckpt"] * 2
+
+
+def test_a_removal_that_is_being_done_is_waited_for():
+    begun, goes_on, done = threading.Event(), threading.Event(), []
+
+    class Pending(Future):
+        def exception(self, timeout=None):
+            goes_on.set()
+            return super().exception(timeout)
+
+    def remove():
+        begun.set()
+        goes_on.wait()
+        done.append("old")
+
+    background = Background()
+    job = background._last = _Job("new", Pending(), after=[("old", remove)])
+    end = threading.Thread(
+        target=lambda: job.pending.set_result(background._end(job, Meter("save", "new").finish())), daemon=True
+    )
+    end.start()
+    begun.wait()
+    background.wait_for("old")
+    assert done == ["old"]
+    end.join()
+    assert background.pending is None
 
 
 def test_a_failed_last_is_not_listed(namespace, cls, make_trainer, tmp_path):
