@@ -23,7 +23,7 @@ MOMENTS = (
     *("mid-epoch", "epoch end", "mid-validation", "last batch"),
     *("validation end", "first batch", "next epoch", "second batch"),
 )
-# Loader → sampler → weight, and of some how many ranks or workers they are for.
+# Loader → sampler → how often it is drawn.
 SAMPLERS = {
     "plain": {"sequential": 1, "random": 1, "generator": 1, "weighted": 1, "batches": 1, "unbatched": 1}
     | {"distributed": 1, "persistent": 2},
@@ -51,9 +51,9 @@ def draw(chance: random.Random, ranks: int) -> Case:
         loader = _drawn(LOADERS, chance)
         sampler = _drawn(SAMPLERS[loader], chance)
         workers = chance.choice([0, 0, 2])
-        needs_workers = "persistent" in sampler
+        has_workers = workers > 0 or "persistent" not in sampler
         is_alone = loader == "several" or (loader == "stateful" and sampler in ALONE)
-        if (workers or not needs_workers) and (ranks == 1 or not is_alone):
+        if has_workers and (ranks == 1 or not is_alone):
             break
     trainer: dict[str, Any] = {}
     if chance.random() < 0.45:

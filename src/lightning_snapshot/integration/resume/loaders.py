@@ -81,8 +81,9 @@ class TrainingLoaders:
         if is_end:
             # What was read ahead will not be read again.
             data_sets = [settle(loader) for loader in self._all]
-            has_ended = fetcher is not None and fetcher.length is None and fetcher.done
-            has_ended = has_ended and not getattr(fetcher, "batches", None)
+            # Lightning reads loaders with a length no further than that, and so not to their end.
+            stops_before = fetcher is None or fetcher.length is not None or bool(getattr(fetcher, "batches", None))
+            has_ended = not stops_before and fetcher.done
             return {**self._now(back), "data_sets": data_sets, "has_ended": has_ended}
         if getattr(fetcher, "batches", None) and getattr(fetcher, "_before_read", None) is not None:
             found: dict[str, Any] = fetcher._before_read  # noqa: SLF001  # our own
