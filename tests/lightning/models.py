@@ -172,4 +172,5 @@ def difference(found: Any, expected: Any, place: str = "") -> str | None:
 
 
 def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.detach().contiguous().numpy().tobytes()
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # numpy knows no bfloat16
+    return tensor.dtype, tuple(tensor.shape), tensor.requires_grad, content.numpy().tobytes()

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import torchmetrics
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -41,7 +43,7 @@ EPOCHS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix."""
+    """One cell of the matrix. Its ``kind`` is one of `_CALLBACKS`, or "ends early"."""
 
     loader: str = "plain"
     sampler: str = "random"
@@ -53,12 +55,12 @@ class Case:
     strategy: str = "plain"
     trainer: tuple[tuple[str, Any], ...] = ()
     callback: tuple[tuple[str, Any], ...] = ()
-    changes_at_epochs: bool = False
+    kind: str = ""
 
     def __str__(self) -> str:
         parts = [self.loader, self.sampler, f"{self.workers}w", f"{self.ranks}r", self.moment.replace(" ", "-")]
         parts += ["async"] * self.is_async + [self.namespace] * (self.namespace != "lightning")
-        parts += [self.strategy] * (self.strategy != "plain") + ["changes"] * self.changes_at_epochs
+        parts += [self.strategy] * (self.strategy != "plain") + [self.kind.replace(" ", "-")] * (self.kind != "")
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.trainer)])
 
 
@@ -245,8 +247,10 @@ class _Noticing:
         self.kept = torchmetrics.SumMetric()
         self.kept.persistent(True)
         self.of_validation = torchmetrics.MeanMetric()
+        self.register_buffer("average", torch.zeros(()))
         self.seen: list[Any] = []
         self.values: list[Any] = []
+        self.validated: list[Any] = []
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         batches = [part for part in (batch if isinstance(batch, (list, tuple)) else [batch]) if part is not None]
@@ -276,19 +280,30 @@ class _Noticing:
         self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx=max, batch_size=count)
         return loss
 
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.case.kind == "ends early" and batch_idx == 7 else None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        torch.rand(1)
+        self.average.lerp_(torch.full_like(self.average, self.global_step + batch_idx), 0.1)
+
     def on_train_epoch_end(self):
         self.values.append(("train", float(self.kept.compute()), float(self.trainer.callback_metrics["loss_epoch"])))
         self.kept.reset()
 
     def validation_step(self, batch, batch_idx):
+        self.validated.append(batch["ids"])
         value = self.net(batch["x"]).mean() + torch.rand(())
         self.of_validation.update(value)
         self.log("of_validation", self.of_validation)
         self.log("val", value, batch_size=len(batch["x"]), sync_dist=self.case.ranks > 1)
 
+    def on_validation_epoch_start(self):
+        self.validated = []
+
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:
-            self.values.append(("val", float(self.of_validation.compute())))
+            self.values.append(("val", float(self.of_validation.compute()), self.validated))
 
     def on_train_start(self):
         torch.rand(1)
@@ -299,13 +314,19 @@ class _Noticing:
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         total = self.trainer.estimated_stepping_batches if "early" in self.case.moment else 1000
-        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(min(total, 1000)))]
+        cycle = OneCycleLR(optimizer, 0.1, total_steps=int(min(total, 1000)))
+        # These take their steps after callbacks have saved.
+        late = [
+            {"scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.9), "monitor": f"loss_{of}", "interval": of}
+            for of in ("step", "epoch")
+        ]
+        return [optimizer], [cycle, *late]
 
     def train_dataloader(self):
         return loaders_of(self.case)
 
     def val_dataloader(self):
-        return DataLoader(Numbers(), batch_size=4)
+        return DataLoader(Numbers(), batch_size=4, shuffle=True)
 
 
 def _strategy_of(case: Case) -> Any:
@@ -383,7 +404,7 @@ def _saver(pl: Any, run: Run, path: Path, case: Case) -> Any:
     return Saver()
 
 
-def _changing_at_epochs(pl: Any) -> list[Any]:
+def _finetuning(pl: Any) -> list[Any]:
     """Callbacks that do something when the second epoch begins."""
 
     class Finetuning(pl.callbacks.BaseFinetuning):
@@ -397,13 +418,28 @@ def _changing_at_epochs(pl: Any) -> list[Any]:
     return [Finetuning(), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})]
 
 
-def fit(case: Case, folder: Path, *, seed: int, ckpt_path: Path | None = None, saves_to: Path | None = None) -> Run:
+def _averaging(pl: Any) -> list[Any]:
+    return [pl.callbacks.EMAWeightAveraging(decay=0.9)]
+
+
+_CALLBACKS = {"finetuning": _finetuning, "averaging": _averaging}
+
+
+def fit(
+    case: Case,
+    folder: Path,
+    *,
+    seed: int,
+    ckpt_path: Path | None = None,
+    saves_to: Path | None = None,
+    make_module: Callable[[Case], Any] = module_of,
+) -> Run:
     """Fit; in vain if the run is to be stopped."""
     pl = pl_of(case.namespace)
     pl.seed_everything(seed, verbose=False)
-    module = module_of(case)
+    module = make_module(case)
     run = Run(module, None)
-    callbacks = [SnapshotCallback(**dict(case.callback)), *(_changing_at_epochs(pl) if case.changes_at_epochs else ())]
+    callbacks = [SnapshotCallback(**dict(case.callback)), *_CALLBACKS.get(case.kind, lambda _: [])(pl)]
     if saves_to is not None:
         callbacks.append(_saver(pl, run, saves_to, case))
     run.trainer = make_trainer(
@@ -464,7 +500,7 @@ def _end(run: Run) -> dict[str, Any]:
     return {
         "weights": _own(run.module.state_dict()),
         "optimizers": [_own(optimizer.state_dict()) for optimizer in trainer.optimizers],
-        "schedulers": [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs],
+        "schedulers": [_own(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "logged steps": trainer.fit_loop.epoch_loop._batches_that_stepped,

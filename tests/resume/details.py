@@ -72,6 +72,54 @@ def saving_often(rank: int, folder: Path) -> str | None:
     return difference(*found)
 
 
+def ends_of_batches(rank: int, folder: Path) -> tuple[list[list[str]], list[str]]:
+    """Train twice, with two callbacks that save after the second batch of four, and one that fails after the fourth.
+
+    Returns what was called in each batch, and which hooks are left in the way.
+    """
+    join()
+    pl = pl_of("lightning")
+    called: list[list[str]] = []
+
+    class Saving(pl.callbacks.Checkpoint):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            called[-1].append("callback")
+            if batch_idx == 3 and called[-1].count("callback") == 2:
+                raise StoppedError
+            if batch_idx in (1, 3):
+                trainer.save_checkpoint(folder / "callback.ckpt")
+
+    class Module(cases._Noticing, pl.LightningModule):
+        def on_train_batch_start(self, batch, batch_idx):
+            called.append([])
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            called[-1].append("module")
+            if batch_idx == 2:
+                self.trainer.save_checkpoint(folder / "module.ckpt")
+
+    module, callbacks = Module(Case()), [Saving(), Saving()]
+    for batches in (4, 3):
+        trainer = make_trainer(
+            "lightning", folder, callbacks=callbacks, max_epochs=1, strategy="auto", limit_train_batches=batches
+        )
+        with contextlib.suppress(StoppedError):
+            trainer.fit(module)
+    left = [name for each in (module, *callbacks) for name in vars(each) if name == "on_train_batch_end"]
+    return called, left
+
+
+def after_a_validation(rank: int, folder: Path, has_hook: bool) -> list[str]:
+    """Save at the end of a validation, with or without a hook of the module that comes after that."""
+    join()
+    case = Case(moment="validation end")
+    base = type(cases.module_of(case))
+    cls = type("Late", (base,), {"on_validation_end": lambda self: None} if has_hook else {})
+    with heard_warnings() as texts:
+        fit(case, folder, seed=1, saves_to=folder / "a.ckpt", make_module=cls)
+    return [text for text in texts if "on_validation_end" in text]
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 

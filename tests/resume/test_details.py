@@ -16,6 +16,21 @@ def test_saving_advances_no_random_numbers(tmp_path):
     assert run_ranks(details.saving_often, 1, tmp_path) == [None]
 
 
+def test_the_hook_of_the_module_at_the_end_of_a_batch_is_called_once_and_before_callbacks_save(tmp_path):
+    ((called, left),) = run_ranks(details.ends_of_batches, 1, tmp_path)
+    first, second = called[:4], called[4:]
+    in_order, saved = ["callback", "callback", "module"], ["callback", "module", "callback"]
+    assert first == [in_order, saved, in_order, saved]
+    assert second == [in_order, saved, in_order]
+    assert left == []
+
+
+@pytest.mark.parametrize("has_hook", [True, False])
+def test_a_hook_that_comes_after_a_save_in_a_validation_is_named(tmp_path, has_hook):
+    (texts,) = run_ranks(details.after_a_validation, 1, tmp_path, has_hook)
+    assert [text.partition(" ")[0] for text in texts] == ["Late.on_validation_end"] * has_hook
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_an_open_window_are_kept_if_asked_for(tmp_path, ranks):
     assert run_ranks(details.open_window, ranks, tmp_path, True) == [(None, [])] * ranks

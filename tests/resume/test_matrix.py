@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby, product
 
 import pytest
+from lightning.pytorch import callbacks
 
 from tests.ranks.processes import needs_fully_shard, run_ranks
 from tests.resume.cases import Case, compare_all
@@ -22,6 +23,7 @@ SAMPLERS = {
 STEPS = (("max_epochs", -1), ("max_steps", 30))
 KEPT = (("save_gradients", True),)
 WINDOWS = (("accumulate_grad_batches", 3), ("val_check_interval", 3))
+DOUBLE = (("precision", "64-true"),)
 CUT_SHORT = (("limit_train_batches", 5),)
 # Workers that live on, passes that end before the loader does, and states that a loader does not note at each batch.
 UNEVEN = (
@@ -41,6 +43,11 @@ UNEVEN = (
 OPEN_WINDOWS = (("accumulate_grad_batches", 4), ("val_check_interval", 3))
 
 
+def _averaging(moment):
+    # From Lightning 2.6 on.
+    return [Case(moment=moment, kind="averaging")] if hasattr(callbacks, "EMAWeightAveraging") else []
+
+
 def _cases():
     for loader, samplers in SAMPLERS.items():
         for sampler, workers, ranks, moment in product(samplers, (0, 2), (1, 2), MOMENTS):
@@ -51,11 +58,16 @@ def _cases():
         yield Case("several", mode, workers, 1, moment)
     for moment, how in product(MOMENTS, (STEPS, WINDOWS, OPEN_WINDOWS, (("reload_dataloaders_every_n_epochs", 1),))):
         yield Case(moment=moment, trainer=how, callback=KEPT)
+    for moment in MOMENTS:
+        yield Case(moment=moment, trainer=DOUBLE)
+        yield from _averaging(moment)
+    for moment in ("mid-epoch", "epoch end", "next epoch", "second batch"):
+        yield Case(moment=moment, kind="ends early")
     for case, moment in product(UNEVEN, (*MOMENTS, "next epoch", "second batch")):
         yield replace(case, moment=moment)
     for moment in MOMENTS[:3]:
         yield Case(sampler="persistent", workers=2, moment=moment)
-        yield Case(moment=moment, changes_at_epochs=True, callback=KEPT)
+        yield Case(moment=moment, kind="finetuning", callback=KEPT)
         yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
         yield Case(ranks=2, moment=moment, namespace="pytorch_lightning")
         yield Case(ranks=2, moment=moment, trainer=(("reload_dataloaders_every_n_epochs", 2),))
@@ -93,7 +105,10 @@ SAMPLE = [
     *(Case("litdata", "random", moment=moment, trainer=CUT_SHORT) for moment in MOMENTS[:2]),
     Case("stateful", "persistent stream", workers=2, moment="last batch"),
     Case("stateful", "rare states", workers=2, moment="second batch"),
-    *(Case(moment=moment, changes_at_epochs=True, callback=KEPT) for moment in ("mid-epoch", "epoch end")),
+    *(Case(moment=moment, kind="finetuning", callback=KEPT) for moment in ("mid-epoch", "epoch end")),
+    *_averaging("mid-validation"),
+    Case(kind="ends early"),
+    Case(trainer=DOUBLE),
     Case("stateful", "stream", workers=2),
     *(Case(ranks=2, moment=moment, is_async=True) for moment in MOMENTS[:3]),
     Case("stateful", "stream", ranks=2),

@@ -142,6 +142,18 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         if resume is not None:
             resume.begin_validation()
 
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
+        """Called when other callbacks exchange the parameters."""
+        resume = _resume_of(trainer)
+        if resume is not None:
+            resume.begin_validation_epoch()
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
+        """Called when they change them back."""
+        resume = _resume_of(trainer)
+        if resume is not None:
+            resume.end_validation_epoch()
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
         """Called before Lightning's own callbacks save."""
         resume = _resume_of(trainer)
@@ -182,6 +194,7 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
             behind.tell_failures(exception)
             for path, _ in behind.take_published():
                 _logger.info("%s is saved", path)
+        self._leave(trainer)
         if trainer.state.fn == "fit":
             _clear_leftovers(trainer)
 
@@ -190,6 +203,12 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
         behind = _behind(trainer)
         if behind is not None:
             behind.optimizers = behind.rankings = None
+        self._leave(trainer)
+
+    def _leave(self, trainer: Any) -> None:
+        resume = _resume_of(trainer)
+        if resume is not None:
+            resume.leave()
 
     def _tell_published(self, trainer: Any) -> None:
         behind = _behind(trainer)

@@ -1,11 +1,11 @@
-"""What Lightning's own callbacks change at the beginning of an epoch, and do not store."""
+"""What Lightning's own callbacks change for a while, and do not store, or not as it is."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-__all__ = ["catch_up", "frozen"]
+__all__ = ["catch_up", "frozen", "put_averages_right"]
 
 
 def frozen(trainer: Any) -> list[str] | None:
@@ -32,6 +32,16 @@ def catch_up(trainer: Any, names: Sequence[str] | None) -> None:
         # They freeze and release these with their parameters.
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:  # noqa: SLF001  # torch has no public name
             module.track_running_stats = module.weight.requires_grad
+
+
+def put_averages_right(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint that is saved between the batches of a validation have weights and averages where they belong.
+
+    ``WeightAveraging`` has exchanged them for the validation, and stores them as if it had not.
+    """
+    if any(_named(trainer, "WeightAveraging")) and "current_model_state" in checkpoint:
+        keys = ("state_dict", "current_model_state")
+        checkpoint.update(zip(keys, [checkpoint[key] for key in reversed(keys)], strict=True))
 
 
 def _named(trainer: Any, name: str) -> Iterator[Any]:

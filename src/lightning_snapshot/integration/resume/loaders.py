@@ -30,7 +30,7 @@ from lightning_snapshot.integration.resume.rng import Rng, generators_of
 from lightning_snapshot.integration.resume.shares import batches_of, distributed_sampler, share_after, share_of
 from lightning_snapshot.stateful import Stateful
 
-__all__ = ["TrainingLoaders", "set_epoch"]
+__all__ = ["TrainingLoaders", "seeds_of", "set_epoch"]
 
 _logger = logging.getLogger("lightning_snapshot")
 
@@ -70,6 +70,16 @@ class TrainingLoaders:
         if sampler is not None:
             sampler.seed = self._seeds.get(sampler.seed, sampler.seed)
 
+    def take_seed(self, loader: object, seed: int | None) -> None:
+        """Let a loader, and those that are made later with the same seed, have the one that it had at the save.
+
+        Lightning gives the samplers that it makes the seed of the process.
+        """
+        sampler = distributed_sampler(loader)
+        if sampler is not None and seed not in (None, sampler.seed):
+            self._seeds[sampler.seed] = seed
+            sampler.seed = seed
+
     def state(self, *, back: int, is_end: bool) -> dict[str, Any]:
         """Where the loaders are, without batches that Lightning has read ahead.
 
@@ -100,7 +110,7 @@ class TrainingLoaders:
             "rng": rng.capture(cuda=True),
             "before": getattr(self._fit_loop._data_fetcher, "_before", None),  # noqa: SLF001  # as above
             "passes": [self._pass_state(loader, back) for loader in loaders],
-            "seeds": [None if (sampler := distributed_sampler(each)) is None else sampler.seed for each in loaders],
+            "seeds": seeds_of(loaders),
             "generators": [rng.capture(generators_of(loader))["generators"] for loader in loaders],
             "states": [copy.deepcopy(each.state_dict()) for each in loaders if isinstance(each, Stateful)],
             "consumed": list(getattr(modes, "_consumed", [])),
@@ -224,11 +234,7 @@ class TrainingLoaders:
             msg = f"expected {len(state['passes'])} training data loaders, as when the snapshot was saved, found "
             raise TargetMismatchError(msg + str(len(loaders)))
         for loader, seed in zip(loaders, state["seeds"], strict=True):
-            # Lightning makes it with the seed of this process.
-            sampler = distributed_sampler(loader)
-            if sampler is not None and seed not in (None, sampler.seed):
-                self._seeds[sampler.seed] = seed
-                sampler.seed = seed
+            self.take_seed(loader, seed)
         return zip(loaders, state["passes"], state["generators"], strict=True)
 
     def _read_over(self, modes: Any, state: dict[str, Any]) -> None:
@@ -258,6 +264,11 @@ def _is_at_sea(loader: object) -> bool:
     """Whether nothing but reading all of it again could tell where a loader was."""
     iterates = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return iterates and not isinstance(loader, Stateful)
+
+
+def seeds_of(loaders: Iterable[object]) -> list[int | None]:
+    """Of their samplers for several ranks."""
+    return [None if (sampler := distributed_sampler(each)) is None else sampler.seed for each in loaders]
 
 
 def set_epoch(loader: object, epoch: int) -> None:

@@ -9,13 +9,18 @@ inside a validation                        skips the rest of it, or goes on in i
                                            collected; here the validation is run from its beginning
 after the last batch of an epoch           leaves the end of the epoch out; here it is reached
 at the end of an epoch, with ``max_steps`` trains on in the old epoch; here a new one begins
+any                                        leaves out schedulers like ``ReduceLROnPlateau``, which come after the save,
+                                           once; here they take their step
 =========================================  ==========================================================================
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
 __all__ = ["Progress"]
+
+_logger = logging.getLogger("lightning_snapshot")
 
 
 class Progress:
@@ -30,6 +35,14 @@ class Progress:
         self.is_epoch_end: bool = epoch["current"]["processed"] == epoch["current"]["ready"] > 0
         self.is_last_batch: bool = batch["is_last_batch"]
         self._is_batch_end = batch["current"]["processed"] == batch["current"]["completed"] + 1
+        # Which schedulers that need metrics have not taken their step.
+        is_inside = epoch["current"]["completed"] < epoch["current"]["processed"]
+        self._late_schedulers = "epoch" if is_inside else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether schedulers that need metrics were about to take the step of an epoch."""
+        return self._late_schedulers == "epoch"
 
     def count_batch(self, loops: dict[str, Any]) -> None:
         """Let a batch that was trained on, but whose end was not reached, count as done."""
@@ -37,6 +50,8 @@ class Progress:
             batch = loops["epoch_loop.batch_progress"]
             for counters in batch["total"], batch["current"]:
                 counters["completed"] = counters["processed"]
+                # Of earlier epochs, those of `on_train_batch_start` that returned -1 have left one behind.
+                counters["started"] = counters["ready"]
 
     def begin_epoch(self, fit_loop: Any) -> None:
         """Let Lightning begin a new epoch, and new passes over the loaders, instead of going on in an old one."""
@@ -72,5 +87,41 @@ class Progress:
             done.current.reset()
             stage = import_module(type(loop.val_loop).__module__).RestartStage
             loop.val_loop._restart_stage = stage.RESTARTED_MID_EVALUATION  # noqa: SLF001  # as above
-        elif self._is_batch_end and not loop._should_accumulate():  # noqa: SLF001  # as above
-            loop._batches_that_stepped += 1  # noqa: SLF001  # as above
+        elif self._is_batch_end:
+            self._late_schedulers = "step"
+            loop._batches_that_stepped += not loop._should_accumulate()  # noqa: SLF001  # as above
+
+    def catch_up(self, fit_loop: Any) -> None:
+        """Do what Lightning does after the save, when metrics are what they were.
+
+        Args:
+            fit_loop: The Trainer's.
+        """
+        loop, epochs = fit_loop.epoch_loop, fit_loop.epoch_progress.current
+        if self._is_batch_end and not self.is_epoch_end:
+            fit_loop.trainer._logger_connector.on_batch_end()  # noqa: SLF001  # as above
+        if self._late_schedulers == "step":
+            _step_schedulers(loop, "step")
+        elif self._late_schedulers == "epoch" and loop._num_ready_batches_reached():  # noqa: SLF001  # as above
+            epochs.completed -= 1  # in the epoch that has ended
+            _step_schedulers(loop, "epoch")
+            epochs.completed += 1
+
+    def end_epoch(self, fit_loop: Any) -> None:
+        """Let Lightning end the epoch as any other one, though it has begun before the resume."""
+        fit_loop._restarting = False  # noqa: SLF001  # as above
+
+
+def _step_schedulers(loop: Any, interval: str) -> None:
+    trainer = loop.trainer
+    for config in trainer.lr_scheduler_configs:
+        is_due = config.reduce_on_plateau and config.interval == interval and config.strict
+        if is_due and trainer.callback_metrics.get(config.monitor) is None:
+            # Lightning would end the run with an error.
+            if trainer.is_global_zero:
+                _logger.warning(
+                    "%s leaves out a step, because %s was not logged before the checkpoint was saved",
+                    *(type(config.scheduler).__name__, config.monitor),
+                )
+            return
+    loop.update_lr_schedulers(interval, update_plateau_schedulers=True)

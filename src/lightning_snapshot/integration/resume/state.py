@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
 from lightning_snapshot.integration.resume import callbacks, gradients, metrics, rng
-from lightning_snapshot.integration.resume.loaders import TrainingLoaders
+from lightning_snapshot.integration.resume.hooks import BatchEnd
+from lightning_snapshot.integration.resume.loaders import TrainingLoaders, seeds_of
 from lightning_snapshot.integration.resume.passes import follow, pass_of
 from lightning_snapshot.integration.resume.progress import Progress
 from lightning_snapshot.integration.resume.rng import Rng, generators_of
@@ -33,10 +34,13 @@ class Resume:
         self._trainer = trainer
         self._loaders = TrainingLoaders(trainer.fit_loop) if loader_state else None
         self._save_gradients = save_gradients
+        self._batch_end = BatchEnd(trainer)
         self._rng_at_save: Rng | None = None
         self._at_validation: dict[str, Any] | None = None
+        self._is_in_validation_epoch = False
         self._loaded: dict[str, Any] | None = None
         self._progress: Progress | None = None
+        self._resumed: Progress | None = None
         self._said: set[str] = set()
 
     # --- while training ------------------------------------------------------------------------------------------
@@ -46,8 +50,8 @@ class Resume:
         if self._loaders is not None and self._is_fit:
             # Of validation loaders, it is only asked with which random numbers they begin.
             follow(loader, with_workers=self._trainer.training)
+            self._loaders.set_seed(loader)
             if self._trainer.training:
-                self._loaders.set_seed(loader)
                 self._loaders.before = rng.capture()
 
     def begin_epoch(self) -> None:
@@ -57,6 +61,8 @@ class Resume:
 
     def end_epoch(self) -> None:
         """Called when an epoch has ended."""
+        if self._resumed is not None:
+            self._resumed.end_epoch(self._trainer.fit_loop)
         if self._loaders is not None:
             self._loaders.end_epoch()
 
@@ -74,6 +80,14 @@ class Resume:
             generators[0] = begun.before["generators"]
         self._at_validation = {**self._moment(now), "generators": generators}
 
+    def begin_validation_epoch(self) -> None:
+        """Called before its first batch."""
+        self._is_in_validation_epoch = True
+
+    def end_validation_epoch(self) -> None:
+        """Called after its last batch."""
+        self._is_in_validation_epoch = False
+
     def end_validation(self) -> None:
         """Called when all of its batches are done."""
         if self._at_validation is not None:
@@ -83,10 +97,16 @@ class Resume:
         """Called when nothing of it is left."""
         self._at_validation = None
 
+    def leave(self) -> None:
+        """Called when training has ended, well or not."""
+        self._batch_end.leave()
+
     # --- saving --------------------------------------------------------------------------------------------------
 
     def begin_save(self) -> None:
         """Called before anything is asked for its state: who answers may draw random numbers."""
+        if self._trainer.state.status == "running":
+            self._batch_end.finish()
         self._rng_at_save = rng.capture(cuda=True)
 
     def add_to(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -100,7 +120,13 @@ class Resume:
         loop = self._trainer.fit_loop
         progress = Progress(checkpoint["loops"]["fit_loop"])
         validation = self._at_validation or {}
+        if progress.is_late and any(config.reduce_on_plateau for config in self._trainer.lr_scheduler_configs):
+            self._trainer.callback_metrics  # noqa: B018  # has Lightning compute what it computes next, as these need it
         moment = self._moment(now) if "rng" not in validation else validation
+        if validation and moment is not validation:
+            self._tell_of_validation_end()
+        if self._is_in_validation_epoch:
+            callbacks.put_averages_right(self._trainer, checkpoint)
         checkpoint[KEY] = {
             "version": _VERSION,
             "rank": self._trainer.global_rank,
@@ -108,6 +134,7 @@ class Resume:
             "validates": moment is validation,
             "reload_epoch": loop._last_train_dl_reload_epoch,  # noqa: SLF001  # Lightning has no public way
             "rng": rng.storable(moment["rng"]),
+            "validation_seeds": seeds_of(self._validation_loaders),
             "validation_generators": rng.storable(moment["generators"]),
             "metrics": self._metrics(moment["metrics"], validation, progress),
             "gradients": self._gradients(progress),
@@ -126,6 +153,15 @@ class Resume:
     def _validation_loaders(self) -> list[Any]:
         combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader  # noqa: SLF001  # as above
         return [] if combined is None else list(combined.flattened)
+
+    def _tell_of_validation_end(self) -> None:
+        module = self._trainer.lightning_module
+        if not type(module).on_validation_end.__module__.endswith(".core.hooks"):
+            self._say_once(
+                "%s.on_validation_end comes after this save, and is not called again after a resume: what it changes, "
+                "and random numbers that it draws, are missing then. on_validation_epoch_end comes before it",
+                type(module).__name__,
+            )
 
     def _metrics(self, found: dict[str, Any], validation: dict[str, Any], progress: Progress) -> dict[str, Any]:
         if progress.is_epoch_end:
@@ -203,6 +239,7 @@ class Resume:
 
     def resume(self) -> None:
         """Called by the strategy after all hooks ``on_train_start``, right before the first batch is read."""
+        self._batch_end.watch()
         self.begin_epoch()
         loop = self._trainer.fit_loop
         # A trial of the tuner runs before the counters are taken.
@@ -211,6 +248,7 @@ class Resume:
         state, self._loaded, progress, self._progress = self._loaded, None, self._progress, None
         if state is None or progress is None:
             return
+        self._resumed = progress
         loop._last_train_dl_reload_epoch = state["reload_epoch"]  # noqa: SLF001  # as above
         callbacks.catch_up(self._trainer, state.get("frozen"))
         if progress.is_epoch_end:
@@ -231,9 +269,12 @@ class Resume:
                 self._loaders.go_on(state["loaders"], loop.epoch_progress.current.processed)
                 # Lightning does not know that the loaders are where they were.
                 warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+            for loader, seed in zip(self._validation_loaders, state.get("validation_seeds", []), strict=False):
+                self._loaders.take_seed(loader, seed)
         for loader, states in zip(self._validation_loaders, state["validation_generators"], strict=False):
             rng.restore({**rng.capture(), "generators": states}, generators_of(loader))
         metrics.restore(state["metrics"], self._trainer, self._trainer.lightning_module)
+        progress.catch_up(loop)
         self._set_gradients(state["gradients"])
         rng.restore(state["rng"])
 

@@ -37,6 +37,13 @@ class ResumeMixin(StrategyMixin):
         if self.exact_resume is not None:
             self.exact_resume.leave_validation()
 
+    def load_checkpoint(self, checkpoint_path: Any, **how: Any) -> Any:
+        """Load a checkpoint, after the module has the precision that it will have, and had at the save."""
+        if type(self.precision_plugin).__name__ == "DoublePrecision":
+            # Lightning converts it only after that, when the weights have been rounded.
+            self.precision_plugin.convert_module(self.lightning_module)
+        return super().load_checkpoint(checkpoint_path, **how)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Called first when a checkpoint is made."""
         self.begin_save()
