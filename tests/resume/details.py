@@ -95,7 +95,7 @@ def ends_of_batches(rank: int, folder: Path) -> tuple[list[list[str]], list[str]
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
             called[-1].append("module")
-            if batch_idx == 2:
+            if batch_idx in (1, 2):
                 self.trainer.save_checkpoint(folder / "module.ckpt")
 
     module, callbacks = Module(Case()), [Saving(), Saving()]
@@ -118,6 +118,53 @@ def after_a_validation(rank: int, folder: Path, has_hook: bool) -> list[str]:
     with heard_warnings() as texts:
         fit(case, folder, seed=1, saves_to=folder / "a.ckpt", make_module=cls)
     return [text for text in texts if "on_validation_end" in text]
+
+
+def asked_by_nobody(rank: int, folder: Path, moment: str, epochs: int) -> str | None:
+    """Resume with a module that does not ask for metrics, but has schedulers that monitor those of an epoch."""
+    join()
+    case = Case(moment=moment, trainer=(("max_epochs", epochs),))
+
+    class Late(type(cases.module_of(case))):
+        def on_train_epoch_end(self):
+            pass
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            how = {"monitor": "loss_epoch", "interval": "epoch"}
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau
+            return [optimizer], [{"scheduler": scheduler(optimizer), "frequency": each, **how} for each in (1, 2)]
+
+    whole = fit(replace(case, moment=""), folder, seed=1, make_module=Late)
+    fit(case, folder, seed=1, saves_to=folder / "a.ckpt", make_module=Late)
+    resumed = fit(case, folder, seed=2, ckpt_path=folder / "a.ckpt", make_module=Late)
+    return difference(resumed.end, whole.end)
+
+
+def missing_metric(rank: int, folder: Path) -> tuple[list[str], int]:
+    """Save at the end of an epoch, before the metric is logged that a scheduler needs."""
+    join()
+    pl = pl_of("lightning")
+
+    class Saving(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(folder / "a.ckpt")
+
+    class Logging(cases._Noticing, pl.LightningModule):
+        def on_train_epoch_end(self):
+            self.log("late", 1.0)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "late"}}
+
+    for path in (None, folder / "a.ckpt"):
+        trainer = make_trainer("lightning", folder, callbacks=[Saving()], max_epochs=3, strategy="auto")
+        with heard_warnings() as texts:
+            trainer.fit(Logging(Case()), ckpt_path=path)
+    return [text for text in texts if "leaves out a step" in text], trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

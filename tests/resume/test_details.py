@@ -31,6 +31,18 @@ def test_a_hook_that_comes_after_a_save_in_a_validation_is_named(tmp_path, has_h
     assert [text.partition(" ")[0] for text in texts] == ["Late.on_validation_end"] * has_hook
 
 
+@pytest.mark.parametrize(("moment", "epochs"), [("epoch end", 3), ("last batch", 2)])
+def test_metrics_and_what_monitors_them_are_equal_if_nobody_had_asked_for_them(tmp_path, moment, epochs):
+    assert run_ranks(details.asked_by_nobody, 1, tmp_path, moment, epochs) == [None]
+
+
+def test_a_scheduler_whose_metric_was_not_logged_before_the_save_is_named_and_leaves_out_one_step(tmp_path):
+    ((texts, steps),) = run_ranks(details.missing_metric, 1, tmp_path)
+    assert len(texts) == 1
+    assert "ReduceLROnPlateau leaves out a step, because late was not logged" in texts[0]
+    assert steps == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_an_open_window_are_kept_if_asked_for(tmp_path, ranks):
     assert run_ranks(details.open_window, ranks, tmp_path, True) == [(None, [])] * ranks
