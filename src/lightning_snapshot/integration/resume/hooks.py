@@ -27,13 +27,13 @@ class BatchEnd:
     def watch(self) -> None:
         """Begin to note when checkpoint callbacks run: all others have run by then."""
         for callback in self._trainer.checkpoint_callbacks:
-            if _HOOK not in vars(callback):
+            if _HOOK not in vars(callback) or _is_ours(callback):
                 setattr(callback, _HOOK, partial(self._run, callback))
 
     def leave(self) -> None:
         """Leave callbacks and module as they were."""
         for callback in self._trainer.checkpoint_callbacks:
-            if getattr(vars(callback).get(_HOOK), "func", None) == self._run:
+            if _is_ours(callback):
                 delattr(callback, _HOOK)
         if vars(self._trainer.lightning_module).get(_HOOK) == self._skip:
             self._skip()
@@ -59,3 +59,9 @@ class BatchEnd:
     def _skip(self, *_: Any) -> None:
         """In place of the module's hook, once."""
         del vars(self._trainer.lightning_module)[_HOOK]
+
+
+def _is_ours(callback: Any) -> bool:
+    """Whether a hook of a callback is that of a `BatchEnd`, perhaps one that an exception has left behind."""
+    function = getattr(vars(callback).get(_HOOK), "func", None)
+    return isinstance(getattr(function, "__self__", None), BatchEnd)

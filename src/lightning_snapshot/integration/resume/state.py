@@ -105,7 +105,7 @@ class Resume:
 
     def begin_save(self) -> None:
         """Called before anything is asked for its state: who answers may draw random numbers."""
-        if self._trainer.state.status == "running":
+        if self._is_running:
             self._batch_end.finish()
         self._rng_at_save = rng.capture(cuda=True)
 
@@ -120,7 +120,8 @@ class Resume:
         loop = self._trainer.fit_loop
         progress = Progress(checkpoint["loops"]["fit_loop"])
         validation = self._at_validation or {}
-        if progress.is_late and any(config.reduce_on_plateau for config in self._trainer.lr_scheduler_configs):
+        monitors = any(config.reduce_on_plateau for config in self._trainer.lr_scheduler_configs)
+        if progress.is_late and monitors and self._is_running:
             self._trainer.callback_metrics  # noqa: B018  # has Lightning compute what it computes next, as these need it
         moment = self._moment(now) if "rng" not in validation else validation
         if validation and moment is not validation:
@@ -308,6 +309,11 @@ class Resume:
     @property
     def _is_fit(self) -> bool:
         return bool(self._trainer.state.fn == "fit")
+
+    @property
+    def _is_running(self) -> bool:
+        # After an exception, other ranks may be gone, and hooks and metrics would wait for them.
+        return bool(self._trainer.state.status == "running")
 
     def _say_once(self, message: str, *values: str) -> None:
         if message not in self._said and self._trainer.is_global_zero:
