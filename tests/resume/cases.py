@@ -371,6 +371,10 @@ def _saver(pl: Any, run: Run, path: Path, case: Case) -> Any:
                 run.seen_at_save, run.values_at_save = len(run.module.seen), len(run.module.values)
                 trainer.save_checkpoint(path)
 
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == {"epoch start": 1, "first epoch": 0}.get(moment):
+                self._save(trainer)
+
         def on_train_batch_start(self, trainer, *_):
             if 0 <= run.seen_at_save < len(run.module.seen):
                 raise StoppedError

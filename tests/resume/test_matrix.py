@@ -63,6 +63,11 @@ def _cases():
         yield from _averaging(moment)
     for moment in ("mid-epoch", "epoch end", "next epoch", "second batch"):
         yield Case(moment=moment, kind="ends early")
+    for how in ((), STEPS, WINDOWS, CUT_SHORT, (("reload_dataloaders_every_n_epochs", 1),)):
+        yield Case(moment="epoch start", trainer=how, callback=KEPT)
+        yield Case(moment="first epoch", trainer=how, callback=KEPT)
+    for loader, sampler in (("stateful", "stream"), ("nodes", "distributed"), ("own", ""), ("litdata", "random")):
+        yield Case(loader, sampler, moment="epoch start")
     for case, moment in product(UNEVEN, (*MOMENTS, "next epoch", "second batch")):
         yield replace(case, moment=moment)
     for moment in MOMENTS[:3]:
@@ -108,6 +113,8 @@ SAMPLE = [
     *(Case(moment=moment, kind="finetuning", callback=KEPT) for moment in ("mid-epoch", "epoch end")),
     *_averaging("mid-validation"),
     Case(kind="ends early"),
+    *(Case(moment=moment, callback=KEPT) for moment in ("epoch start", "first epoch")),
+    Case("stateful", "stream", ranks=2, moment="epoch start"),
     Case(trainer=DOUBLE),
     Case("stateful", "stream", workers=2),
     *(Case(ranks=2, moment=moment, is_async=True) for moment in MOMENTS[:3]),

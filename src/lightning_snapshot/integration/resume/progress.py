@@ -8,6 +8,8 @@ is due then
 inside a validation                        skips the rest of it, or goes on in its middle without what it had
                                            collected; here the validation is run from its beginning
 after the last batch of an epoch           leaves the end of the epoch out; here it is reached
+when an epoch begins, before its first      leaves that epoch out; here it is begun
+batch
 at the end of an epoch, with ``max_steps`` trains on in the old epoch; here a new one begins
 any                                        leaves out schedulers like ``ReduceLROnPlateau``, which come after the save,
                                            once; here they take their step
@@ -32,20 +34,30 @@ class Progress:
 
     def __init__(self, loops: dict[str, Any]) -> None:
         epoch, batch = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        self.is_epoch_end: bool = epoch["current"]["processed"] == epoch["current"]["ready"] > 0
+        done, begun = epoch["current"]["processed"], epoch["current"]["started"]
+        # Nothing has happened in an epoch of which the hook `on_train_epoch_start` is being called.
+        self._is_epoch_start = epoch["current"]["ready"] > begun == done > 0
+        self.is_epoch_end: bool = done == epoch["current"]["ready"] > 0 or self._is_epoch_start
         self.is_last_batch: bool = batch["is_last_batch"]
+        self._is_first_epoch_start = batch["current"]["ready"] == 0
         self._is_batch_end = batch["current"]["processed"] == batch["current"]["completed"] + 1
         # Which schedulers that need metrics have not taken their step.
-        is_inside = epoch["current"]["completed"] < epoch["current"]["processed"]
-        self._late_schedulers = "epoch" if is_inside else None
+        self._late_schedulers = "epoch" if epoch["current"]["completed"] < done else None
 
     @property
     def is_late(self) -> bool:
         """Whether schedulers that need metrics were about to take the step of an epoch."""
         return self._late_schedulers == "epoch"
 
-    def count_batch(self, loops: dict[str, Any]) -> None:
-        """Let a batch that was trained on, but whose end was not reached, count as done."""
+    def adjust(self, loops: dict[str, Any]) -> None:
+        """Let a batch that was trained on count as done, and an epoch that has just begun not as begun.
+
+        Args:
+            loops: State of ``fit_loop``, before Lightning takes it.
+        """
+        if self._is_epoch_start:
+            for counters in loops["epoch_progress"].values():
+                counters["ready"] -= 1
         if self._is_batch_end and not self.is_epoch_end:
             batch = loops["epoch_loop.batch_progress"]
             for counters in batch["total"], batch["current"]:
@@ -75,6 +87,8 @@ class Progress:
             validates: Whether a validation was being run.
         """
         loop = fit_loop.epoch_loop
+        if self._is_first_epoch_start:
+            loop._restarting = False  # noqa: SLF001  # else it would begin with the end of a batch
         if not hasattr(loop.val_loop, "_restart_stage"):
             return  # Lightning 2.4 cannot be told to run a validation then
         if validates and hasattr(fit_loop.trainer, "_last_val_time"):

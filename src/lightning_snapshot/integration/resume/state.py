@@ -232,7 +232,7 @@ class Resume:
             return
         loops = checkpoint["loops"]["fit_loop"]
         self._progress = Progress(loops)
-        self._progress.count_batch(loops)
+        self._progress.adjust(loops)
         states = loops["state_dict"].pop("combined_loader", []) if state["loaders"] is not None else []
         if state["loaders"] is not None:
             state["loaders"]["states"] = states
