@@ -167,6 +167,34 @@ def missing_metric(rank: int, folder: Path) -> tuple[list[str], int]:
     return [text for text in texts if "leaves out a step" in text], trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
+def stopped_by_sigterm(rank: int, folder: Path, case: Case) -> str | None:
+    """Compare a run that was told to end, saved by Lightning's callback for that, with one that was left alone."""
+    join()
+    os.chdir(folder)
+    pl = pl_of("lightning")
+    modules = []
+
+    class Stopped(type(cases.module_of(case))):
+        def configure_callbacks(self):
+            return [pl.callbacks.OnExceptionCheckpoint(folder, "a")]
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.trainer.current_epoch == 1 and batch_idx == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def make_stopped(case):
+        modules.append(Stopped(case))
+        return modules[-1]
+
+    whole = fit(case, folder, seed=1)
+    with contextlib.suppress(SystemExit):  # from which Lightning derives what it raises
+        fit(case, folder, seed=1, make_module=make_stopped)
+    (stopped,) = modules
+    resumed = fit(case, folder, seed=2, ckpt_path=folder / "a.ckpt")
+    found = (stopped.seen + resumed.module.seen, stopped.values + resumed.module.values, resumed.end)
+    return difference(found, (whole.module.seen, whole.module.values, whole.end))
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 

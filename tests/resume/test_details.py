@@ -4,6 +4,7 @@ import pytest
 
 from tests.ranks.processes import needs_fully_shard, run_ranks
 from tests.resume import details
+from tests.resume.cases import Case
 
 pytestmark = pytest.mark.distributed
 
@@ -41,6 +42,11 @@ def test_a_scheduler_whose_metric_was_not_logged_before_the_save_is_named_and_le
     assert len(texts) == 1
     assert "ReduceLROnPlateau leaves out a step, because late was not logged" in texts[0]
     assert steps == 2
+
+
+@pytest.mark.parametrize("case", [Case(), Case("stateful", "stream"), Case(ranks=2)], ids=str)
+def test_a_run_that_was_stopped_by_sigterm_goes_on_exactly(tmp_path, case):
+    assert run_ranks(details.stopped_by_sigterm, case.ranks, tmp_path, case) == [None] * case.ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
