@@ -10,8 +10,9 @@ module         what it keeps
 ``shares``     what is left of an epoch for another number of ranks
 ``loaders``    where a Trainer's training loaders are, all of them together
 ``metrics``    torchmetrics in the module, and what ``self.log`` has collected
-``callbacks``  what Lightning's own callbacks have changed
+``callbacks``  what Lightning's own callbacks have changed, or exchanged for the time of a validation
 ``gradients``  what is collected between two steps of the optimizer
+``hooks``      the module's hook that comes after a save
 ``progress``   the points at which Lightning's own counters do not go on exactly
 ``state``      all of it, for a Trainer
 ``strategy``   the hooks of a Trainer's strategy
