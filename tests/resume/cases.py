@@ -58,10 +58,10 @@ class Case:
     kind: str = ""
 
     def __str__(self) -> str:
-        parts = [self.loader, self.sampler, f"{self.workers}w", f"{self.ranks}r", self.moment.replace(" ", "-")]
+        parts = [self.loader, self.sampler, f"{self.workers}w", f"{self.ranks}r", self.moment]
         parts += ["async"] * self.is_async + [self.namespace] * (self.namespace != "lightning")
-        parts += [self.strategy] * (self.strategy != "plain") + [self.kind.replace(" ", "-")] * (self.kind != "")
-        return "-".join([*parts, *(f"{name}={value}" for name, value in self.trainer)])
+        parts += [self.strategy] * (self.strategy != "plain") + [self.kind] * (self.kind != "")
+        return "-".join([*parts, *(f"{name}={value}" for name, value in self.trainer)]).replace(" ", "-")
 
 
 def join() -> tuple[int, int]:
@@ -329,13 +329,23 @@ class _Noticing:
         return DataLoader(Numbers(), batch_size=4, shuffle=True)
 
 
+# A bucket holds some 100 bytes of gradients in the first of these, and all in the other.
+_DDP: dict[str, dict[str, Any]] = {
+    "many buckets": {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+}
+
+
 def _strategy_of(case: Case) -> Any:
     if case.strategy == "plain":
         return "ddp" if case.ranks > 1 else "auto"
     if case.strategy == "fsdp1":
         return fsdp1(case.namespace)
+    strategies = pl_of(case.namespace).strategies
+    if case.strategy in _DDP:
+        return strategies.DDPStrategy(**_DDP[case.strategy])
     sizes = (1, case.ranks) if case.strategy == "tp" else (case.ranks, 1)
-    return pl_of(case.namespace).strategies.ModelParallelStrategy(*sizes)
+    return strategies.ModelParallelStrategy(*sizes)
 
 
 def module_of(case: Case) -> Any:

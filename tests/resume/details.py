@@ -198,6 +198,18 @@ def stopped_by_sigterm(rank: int, folder: Path, case: Case) -> str | None:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
+def stopped_twice(rank: int, folder: Path) -> str | None:
+    """A run that is resumed, saved at the end of the same epoch, and resumed again."""
+    os.chdir(folder)
+    join()
+    case = Case(ranks=3, strategy="many buckets")
+    first, second = folder / "a.ckpt", folder / "b.ckpt"
+    alone = fit(replace(case, moment=""), folder, seed=1)
+    fit(case, folder, seed=1, saves_to=first)
+    fit(replace(case, moment="epoch end"), folder, seed=2, ckpt_path=first, saves_to=second)
+    return difference(fit(case, folder, seed=3, ckpt_path=second).end, alone.end, "end")
+
+
 def open_window(rank: int, folder: Path, save_gradients: bool, strategy: str = "plain") -> tuple[str | None, list[str]]:
     """Save after two of four batches of a step."""
     join()

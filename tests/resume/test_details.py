@@ -49,6 +49,10 @@ def test_a_run_that_was_stopped_by_sigterm_goes_on_exactly(tmp_path, case):
     assert run_ranks(details.stopped_by_sigterm, case.ranks, tmp_path, case) == [None] * case.ranks
 
 
+def test_a_run_of_three_ranks_that_was_resumed_twice_adds_up_gradients_in_the_same_order(tmp_path):
+    assert run_ranks(details.stopped_twice, 3, tmp_path) == [None] * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_an_open_window_are_kept_if_asked_for(tmp_path, ranks):
     assert run_ranks(details.open_window, ranks, tmp_path, True) == [(None, [])] * ranks

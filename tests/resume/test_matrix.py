@@ -76,6 +76,13 @@ def _cases():
         yield Case("stateful", "sequential", ranks=2, moment=f"early {moment}")
         yield Case(ranks=2, moment=moment, namespace="pytorch_lightning")
         yield Case(ranks=2, moment=moment, trainer=(("reload_dataloaders_every_n_epochs", 2),))
+    for moment in MOMENTS:
+        yield Case(ranks=3, moment=moment)
+        yield Case(ranks=3, moment=moment, strategy="many buckets", is_async=True)
+        yield Case("stateful", "stream", ranks=3, moment=moment, strategy="many buckets")
+    for ranks in (3, 4):
+        yield Case(ranks=ranks, strategy="static graph")
+        yield Case(ranks=ranks, strategy="fsdp2", moment="epoch end")
     spread = (("fsdp2", "lightning"), ("fsdp2", "pytorch_lightning"), ("fsdp1", "lightning"), ("tp", "lightning"))
     for (strategy, namespace), moment, is_async in product(spread, MOMENTS, (False, True)):
         how = {"strategy": strategy, "namespace": namespace, "is_async": is_async}
@@ -124,6 +131,8 @@ SAMPLE = [
     Case(ranks=2, trainer=(("reload_dataloaders_every_n_epochs", 2),)),
     Case(ranks=2, strategy="fsdp2", moment="mid-validation", is_async=True, namespace="pytorch_lightning"),
     Case(ranks=2, strategy="fsdp2", trainer=OPEN_WINDOWS, callback=KEPT),
+    # Sums of more than two numbers depend on their order.
+    *(Case(ranks=3, moment=moment, strategy="many buckets") for moment in ("first batch", "mid-epoch")),
 ]
 
 

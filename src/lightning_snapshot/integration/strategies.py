@@ -106,6 +106,12 @@ class ReplicatedStrategyMixin(_TogetherMixin):
 
     replaced = ("save_checkpoint",)
 
+    def _setup_model(self, model: Any) -> Any:
+        made = super()._setup_model(model)  # type: ignore[misc]  # the strategy is the next class in line
+        if self.exact_resume is not None:
+            self.exact_resume.prepare(made)
+        return made
+
     def _sharing(self) -> StateSharing:
         # Between two averages of the models, they differ.
         is_equal = getattr(self, "_model_averager", None) is None

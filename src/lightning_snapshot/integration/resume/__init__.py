@@ -12,6 +12,7 @@ module         what it keeps
 ``metrics``    torchmetrics in the module, and what ``self.log`` has collected
 ``callbacks``  what Lightning's own callbacks have changed, or exchanged for the time of a validation
 ``gradients``  what is collected between two steps of the optimizer
+``buckets``    the order in which gradients are added up over ranks
 ``hooks``      the module's hook that comes after a save
 ``progress``   the points at which Lightning's own counters do not go on exactly
 ``state``      all of it, for a Trainer

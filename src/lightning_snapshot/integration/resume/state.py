@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_snapshot.integration.ranks import RESUME_KEY as KEY
 from lightning_snapshot.integration.resume import callbacks, gradients, metrics, rng
+from lightning_snapshot.integration.resume.buckets import gradient_order, set_gradient_order
 from lightning_snapshot.integration.resume.hooks import BatchEnd
 from lightning_snapshot.integration.resume.loaders import TrainingLoaders, seeds_of
 from lightning_snapshot.integration.resume.passes import follow, pass_of
@@ -41,6 +42,7 @@ class Resume:
         self._loaded: dict[str, Any] | None = None
         self._progress: Progress | None = None
         self._resumed: Progress | None = None
+        self._gradient_order: list[int] | None = None
         self._said: set[str] = set()
 
     # --- while training ------------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class Resume:
             "validation_generators": rng.storable(moment["generators"]),
             "metrics": self._metrics(moment["metrics"], validation, progress),
             "gradients": self._gradients(progress),
+            "gradient_order": self._order_of_gradients(),
             "frozen": callbacks.frozen(self._trainer),
             "loaders": self._loader_states(checkpoint, progress),
         }
@@ -214,6 +217,12 @@ class Resume:
             )
         return found
 
+    def _order_of_gradients(self) -> list[int] | None:
+        # Sums of two numbers are the same in any order.
+        if self._gradient_order is None and self._trainer.world_size > 2:  # noqa: PLR2004  # as above
+            self._gradient_order = gradient_order(self._trainer.strategy.model, is_between_steps=self._is_running)
+        return self._gradient_order
+
     # --- resuming ------------------------------------------------------------------------------------------------
 
     def take(self, checkpoint: dict[str, Any]) -> None:
@@ -237,6 +246,14 @@ class Resume:
         if state["loaders"] is not None:
             state["loaders"]["states"] = states
         self._loaded = state
+
+    def prepare(self, model: object) -> None:
+        """Called with what the strategy trains, when that has been made."""
+        state = self._loaded
+        if state is not None and state["world_size"] == self._trainer.world_size:
+            order = state.get("gradient_order")
+            if order is not None and set_gradient_order(model, order):
+                self._gradient_order = order
 
     def resume(self) -> None:
         """Called by the strategy after all hooks ``on_train_start``, right before the first batch is read."""
