@@ -33,7 +33,7 @@ _PRELOADED = ["torch", "torch.distributed", "hypothesis", "pytest", "tests.ranks
 # What the first optimizer step or DTensor would import in each rank.
 _PRELOADED += ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning_snapshot.snapshot"]
 _GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
-_LOG_CHARACTERS = 8000
+_LOG_CHARACTERS = 16000
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
@@ -134,8 +134,10 @@ class _Rank:
         if not self._process.is_alive():  # and its children keep the connection open
             self.fail(f"ended without a result, exit code {self._process.exitcode}")
             return
-        os.kill(self._process.pid, signal.SIGUSR1)
-        time.sleep(2.0)  # nothing says when faulthandler is done
+        for pid in _with_children(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(2.0)  # nothing says when faulthandler is done
         self.fail("has taken too long")
 
 
@@ -155,6 +157,16 @@ def _collect(ranks: Sequence[_Rank], timeout_seconds: float, may_die: Collection
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for rank in pending.values():
         rank.fail_with_stacks()
+
+
+def _with_children(pid: int) -> list[int]:
+    """A rank and its children, as the workers of a data loader, which have its log and its handlers."""
+    found = [pid]
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ends meanwhile
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            found += [int(path.parent.name)] * (int(parent) == pid)
+    return found
 
 
 def tell_stacks() -> None:

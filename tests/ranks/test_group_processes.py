@@ -1,5 +1,6 @@
 """Ranks that talk through the store of a real process group, as processes."""
 
+import multiprocessing
 import os
 import threading
 import time
@@ -249,6 +250,13 @@ def hang_on_rank_1(rank: int) -> None:
         threading.Event().wait()
 
 
+def wait_for_a_child(rank: int) -> None:
+    if rank == 1:
+        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(30.0,))
+        child.start()
+        child.join()
+
+
 def die_on_rank_1(rank: int) -> int:
     if rank == 1:
         os._exit(3)
@@ -262,6 +270,11 @@ def test_results_come_by_rank() -> None:
 def test_a_rank_that_raises_fails_the_test_with_traceback_and_output() -> None:
     with pytest.raises(RanksFailedError, match=r"(?s)rank 1: Traceback.*in raise_on_rank_1.*this one.*printed by 1"):
         run_ranks(raise_on_rank_1, 2, group_timeout_seconds=1.0)
+
+
+def test_a_rank_that_waits_for_a_child_fails_the_test_with_the_stacks_of_both() -> None:
+    with pytest.raises(RanksFailedError, match=r"(?s)rank 1: has taken too long.*in wait_for_a_child.*threading.py"):
+        run_ranks(wait_for_a_child, 2, timeout_seconds=3)
 
 
 def test_a_rank_that_hangs_fails_the_test_with_its_stack() -> None:
