@@ -133,6 +133,9 @@ class SnapshotCallback(*bases("pytorch", "callbacks.callback", "Callback")):  # 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Called before Lightning's own callbacks save."""
         self._tell_published(trainer)
+        resume = _resume_of(trainer)
+        if resume is not None:
+            resume.end_batch()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as above
         """Called before other callbacks may exchange the parameters."""

@@ -13,19 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["gradient_order", "set_gradient_order"]
 
 
-def gradient_order(model: object, *, is_between_steps: bool) -> list[int] | None:
-    """The numbers of a model's parameters in that order; None if it has the one that it began with.
+def gradient_order(model: object) -> list[int] | None:
+    """The numbers of a model's parameters in that order; None if it still has the one that it began with.
+
+    To be called after a batch, on all ranks: what the next step begins with is done now, so that it is known to a save.
 
     Args:
         model: What the strategy trains.
-        is_between_steps: Whether all ranks call this, and none of them in a backward pass.
     """
     if not _is_known(model):
         return None
-    if is_between_steps:
-        # The next step would begin with it, and the one after that would tell it.
+    try:
         model.reducer._rebuild_buckets()  # noqa: SLF001  # torch has no public way
-        model.logger.set_runtime_stats_and_log()
+    except RuntimeError:
+        return None  # parameters got no gradients: the next step says so, if there is one
+    model.logger.set_runtime_stats_and_log()
     told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")  # noqa: SLF001  # as above
     return [int(number) for number in re.findall(r"\d+", told)] or None
 
@@ -58,7 +60,8 @@ def set_gradient_order(model: object, order: list[int]) -> bool:
 
 
 def _is_known(model: Any) -> TypeGuard[Any]:
-    """Whether it is one that lays gradients side by side."""
-    return (
-        isinstance(model, DistributedDataParallel) and model.mixed_precision is None and not model._use_python_reducer  # noqa: SLF001  # as above
-    )
+    """Whether it is one that changes the order."""
+    if not isinstance(model, DistributedDataParallel) or model.mixed_precision is not None:
+        return False
+    changes = model.static_graph or not model.find_unused_parameters
+    return changes and not model._use_python_reducer  # noqa: SLF001  # as above

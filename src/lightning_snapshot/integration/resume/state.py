@@ -61,6 +61,12 @@ class Resume:
         if self._loaders is not None:
             self._loaders.note_reads()
 
+    def end_batch(self) -> None:
+        """Called on all ranks before callbacks save."""
+        # Sums of two numbers are the same in any order.
+        if self._gradient_order is None and self._trainer.world_size > 2:  # noqa: PLR2004  # as above
+            self._gradient_order = gradient_order(self._trainer.strategy.model)
+
     def end_epoch(self) -> None:
         """Called when an epoch has ended."""
         if self._resumed is not None:
@@ -141,7 +147,7 @@ class Resume:
             "validation_generators": rng.storable(moment["generators"]),
             "metrics": self._metrics(moment["metrics"], validation, progress),
             "gradients": self._gradients(progress),
-            "gradient_order": self._order_of_gradients(),
+            "gradient_order": self._gradient_order,
             "frozen": callbacks.frozen(self._trainer),
             "loaders": self._loader_states(checkpoint, progress),
         }
@@ -216,12 +222,6 @@ class Resume:
                 " because they are not spread over ranks as their parameters are" if self._save_gradients else "",
             )
         return found
-
-    def _order_of_gradients(self) -> list[int] | None:
-        # Sums of two numbers are the same in any order.
-        if self._gradient_order is None and self._trainer.world_size > 2:  # noqa: PLR2004  # as above
-            self._gradient_order = gradient_order(self._trainer.strategy.model, is_between_steps=self._is_running)
-        return self._gradient_order
 
     # --- resuming ------------------------------------------------------------------------------------------------
 
